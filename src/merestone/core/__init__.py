@@ -1,0 +1,1 @@
+"""Deciding about memory: frames, checkpoints, boundaries. Plain integers, no torch, no clock."""

@@ -1,0 +1,78 @@
+"""Copy orders: everything the cache core may ask of a device.
+
+Knows frames, rows and slots as plain integers. Must not know tensors or ranks: a rank derives its
+own part of a copy from the group's geometry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRows:
+    """Copy-on-write: the first ``rows`` tokens of one page of ``group``, frame to frame.
+
+    ``rows`` counts tokens of the (virtual) page, 1 <= rows <= page tokens; rows above stay
+    untouched in the target. A field that has one row per k tokens copies its complete ones.
+    """
+
+    group: str
+    source: int
+    target: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHidden:
+    """Store the hidden row of position ``at - 1`` of ``slot`` in row ``row`` of frame ``frame``."""
+
+    slot: int
+    at: int
+    frame: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadHidden:
+    """Make a stored hidden row (of position ``at - 1``) the last hidden row of ``slot``."""
+
+    slot: int
+    at: int
+    frame: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageDelta:
+    """Entries ``first, first + 1, ...`` of the slot's page table of ``group`` become ``frames``."""
+
+    group: str
+    first: int
+    frames: tuple[int, ...]
+
+
+Order = CopyRows | SaveHidden | LoadHidden
+
+
+def check_disjoint(orders: tuple[Order, ...]) -> None:
+    """Assert that no destination in one launch is another order's source or destination.
+
+    Raises:
+        AssertionError: the orders could not run in any order with the same result.
+    """
+    targets: set[tuple[str, int, int]] = set()
+    sources: set[tuple[str, int, int]] = set()
+    for order in orders:
+        match order:
+            case CopyRows(source=source, target=target):
+                into, outof = ("page", target, 0), ("page", source, 0)
+            case SaveHidden(slot=slot, frame=frame, row=row):
+                into, outof = ("hidden", frame, row), ("slot", slot, 0)
+            case LoadHidden(slot=slot, frame=frame, row=row):
+                into, outof = ("slot", slot, 0), ("hidden", frame, row)
+        assert into not in targets, f"two orders write {into}"
+        targets.add(into)
+        sources.add(outof)
+    both = targets & sources
+    assert not both, f"an order's destination is another's source: {sorted(both)}"

@@ -1,0 +1,1 @@
+"""Layers: each declares the state it keeps; one place (the arena) allocates it."""

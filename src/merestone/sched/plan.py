@@ -1,0 +1,128 @@
+"""The plan of one step and its result: all that crosses between deciding and doing.
+
+Frozen, serialisable (msgspec) and free of torch: rank 0 makes a plan, every rank obeys it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of a request are chosen. ``temperature == 0`` is greedy.
+
+    ``seed`` keys the noise with the choice number and the position. ``logprobs`` is the number of
+    top alternatives to report beside the chosen token (0: the chosen one alone), None for none.
+    ``banned`` ids are never sampled while fewer than ``min_tokens`` outputs exist.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    banned: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A request takes a slot. ``tokens`` are all ids known so far, the first ``prompt`` of them
+    the prompt (penalties distinguish the two). ``choice`` numbers the answers of one request."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    prompt: int
+    choice: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Rows [start, end) of one sequence; ``start == end`` with ``sample`` wants logits only.
+
+    The recurrent layers start from the anchor at ``anchor`` tokens (no frames: the zero state) and
+    the open rows [anchor, start). With ``advance > anchor`` the pass also writes the anchor at
+    ``advance`` tokens, and open rows are kept from there only.
+
+        0 ......... anchor ...... start ............ advance ...... end
+                    |  open rows  |  computed by this work          |
+                                                     |  open rows after it
+
+    ``sample`` draws the token of position ``end`` from the last hidden row.
+    ``prompt_logprobs`` asks for the log probabilities of the given ids at rows [start, end): the
+    ids at positions start + 1 .. ; the number is that of top alternatives.
+    """
+
+    slot: int
+    start: int
+    end: int
+    tokens: tuple[int, ...]
+    pages: tuple[PageDelta, ...]
+    anchor: int
+    anchor_frames: tuple[int, ...]
+    advance: int
+    advance_frames: tuple[int, ...]
+    sample: bool
+    prompt_logprobs: int | None = None
+    targets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Launches run in this order: admits, ``saves`` (of slots as they stand), ``before``
+    (restores and copy-on-write), works, ``after`` (boundary seals of this pass), ``frees``."""
+
+    step: int
+    admits: tuple[Admit, ...] = ()
+    saves: tuple[SaveHidden, ...] = ()
+    before: tuple[CopyRows | LoadHidden, ...] = ()
+    works: tuple[Work, ...] = ()
+    after: tuple[SaveHidden, ...] = ()
+    frees: tuple[int, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.admits or self.saves or self.before or self.works or self.frees)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log probability and the best alternatives, best first (ties: lowest id)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkResult:
+    """What one work returned. ``token`` is None when nothing was sampled."""
+
+    slot: int
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a plan: one entry a work, in its order.
+
+    ``bad_saves`` names the (frame, row) of saved hidden rows whose state was not finite, in
+    ``saves`` or ``after``; ``bad_slots`` the slots whose logits or states were not finite.
+    """
+
+    step: int
+    works: tuple[WorkResult, ...] = ()
+    bad_saves: tuple[tuple[int, int], ...] = ()
+    bad_slots: tuple[int, ...] = ()
