@@ -1,0 +1,215 @@
+"""The seam between the server and the engine: requests in, events out.
+
+Knows what a request asks for and what is reported back, in plain integers and text. Must not know
+HTTP, templates or tensors. The server is written and tested against this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from merestone.sched.plan import SamplingParams, TokenLogprob
+
+Stats = Mapping[str, float | Mapping[str, float]]
+"""Counters and gauges by name; a counter by kind or reason is a mapping from label to count.
+``serve/metrics.py`` lists the names that have a documented metric."""
+
+
+class TextStream(Protocol):
+    """The text of one choice. The server supplies it; the engine calls it, in token order."""
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """Take the next token of the choice, the last one included.
+
+        Returns the text that this token releases, and whether a stop string was met: the text
+        released then ends before it, and no further token may be pushed.
+        """
+        ...
+
+    def flush(self) -> str:
+        """The text still held back. Called once, after the last token."""
+        ...
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was met."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt and how to continue it, ``n`` times.
+
+    ``max_tokens`` is at least 1; None means up to the context limit. ``boundaries`` are (token
+    count, kind) with kind "instruction", "turn" or "mark", ascending, each inside the prompt.
+    ``salt`` separates caches. Without ``cache`` nothing is looked up and nothing is kept.
+    ``stop_ids`` end a choice and are its last token. ``prompt_logprobs`` asks for the log
+    probabilities of the prompt's tokens with that many alternatives. ``text`` makes one stream a
+    choice. A higher ``priority`` runs first.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int | None
+    n: int = 1
+    boundaries: tuple[tuple[int, str], ...] = ()
+    salt: str = ""
+    cache: bool = True
+    priority: int = 0
+    stop_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    text: Callable[[], TextStream] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the cache did for a choice, in tokens of its prompt.
+
+    ``matched`` is the longest prefix known to the cache, ``restored`` what was resumed from, at a
+    boundary of ``kind`` (None: nothing). ``lost`` says why restored < matched, or why nothing
+    matched; it is empty when nothing was lost.
+    """
+
+    matched: int = 0
+    restored: int = 0
+    kind: str | None = None
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds since the request was submitted. A choice without a token has no first one."""
+
+    queued_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event of a choice: its prompt is being restored or computed."""
+
+    choice: int
+    cache: CacheReport
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token, the text that it released, and its log probability if asked for."""
+
+    choice: int
+    token: int
+    text: str
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a choice.
+
+    ``reason`` is "stop", "length", "abort" or "error"; ``stop`` the token id or the string that
+    stopped it (None for an end-of-sequence token or other reasons). ``text`` is the rest of its
+    text. ``prompt_logprobs`` has an entry for every prompt token, None for the first.
+    """
+
+    choice: int
+    reason: str
+    stop: int | str | None
+    text: str
+    cache: CacheReport
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+    timing: Timing
+    error: str | None = None
+
+
+Event = Started | TokenEvent | Finished
+Sink = Callable[[list[Event]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a server tells its users of the engine. Lengths in tokens.
+
+    ``pages`` are the (group, tokens) of the page sizes. ``retention`` names what is kept, and
+    ``retention_reason`` says why when that is not what was asked for.
+    """
+
+    model: str
+    context_limit: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    retention: str
+    retention_reason: str = ""
+    smallest_reusable: int = 1
+    pages: tuple[tuple[str, int], ...] = ()
+    dtype: str = ""
+    device: str = "cpu"
+
+
+class EngineRefusal(ValueError):
+    """The request can never run, whatever else runs: it is too long for the context or the pool.
+
+    ``code`` is a stable word for programs, the message carries the numbers.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CacheBusy(RuntimeError):
+    """The cache cannot be emptied now: running requests hold parts of it."""
+
+
+class Engine(Protocol):
+    """An engine, seen from the server."""
+
+    info: EngineInfo
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queue a request. Any thread may call. ``sink`` receives the events of a step, in order,
+        on the engine's thread, and must not block.
+
+        Raises:
+            EngineRefusal: the request can never run.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once; its open choices finish with "abort". Any thread may call; an
+        unknown or finished id is nothing."""
+        ...
+
+    def cache_view(self) -> list[dict[str, object]]:
+        """The checkpoints: id, kind, tokens, bytes, age_steps, age_s, hits, leases, token_ids."""
+        ...
+
+    def reset_cache(self) -> int:
+        """Drop every checkpoint and return how many there were.
+
+        Raises:
+            CacheBusy: nothing was dropped, or not everything could be.
+        """
+        ...
+
+    def health(self) -> dict[str, object]:
+        """``status`` is "ok" while requests are served; anything else is a failure, and the other
+        entries say why."""
+        ...
+
+    def stats(self) -> Stats:
+        """Counters and gauges, consistent at one step."""
+        ...
+
+    def start(self) -> None:
+        """Begin to serve: starts the engine's thread."""
+        ...
+
+    def stop(self) -> None:
+        """End every request with "abort" and join the engine's thread."""
+        ...
