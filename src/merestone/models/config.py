@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+WEIGHT_FILE = "model.safetensors"
+WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 
 _LAYER_TYPES = {
     "linear_attention": "kda",
