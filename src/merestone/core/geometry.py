@@ -50,11 +50,49 @@ class GroupSpec:
             first = max(first, last - self.window)
         return min(first, last), last
 
+    def floor(self, anchor: int) -> int:
+        """The lowest row that any boundary at or above ``anchor`` needs.
+
+        A holder whose anchor is at ``anchor`` keeps (and a pass writes) rows from here on: so every
+        boundary of the open chunk finds its whole window.
+        """
+        first = anchor if self.open else 0
+        if self.window is not None:
+            first = max(first, anchor - self.lag - self.window)
+        return first
+
     def pages(self, first: int, last: int) -> tuple[int, int]:
         """Page numbers [begin, end) that hold rows [first, last)."""
         if first >= last:
             return first // self.span, first // self.span
         return first // self.span, -(-last // self.span)
+
+    def most_pages(self, tokens: int, chunk: int, origin: tuple[int, int] | None = None) -> int:
+        """The most frames that one request, alone, makes this group hold on its way to ``tokens``.
+
+        ``origin``: (tokens, anchor) of a checkpoint to start from, whose own pages then do not
+        count. Without it the answer also covers a start from any checkpoint inside the request:
+        its pages stay beside the request's. Every step is settled before the next; a pass leaves
+        less than a chunk of open rows, decoding at most two.
+        """
+        last = max(0, tokens - self.lag)
+        end = -(-last // self.span)
+        begin = max(0, origin[0] - self.lag) // self.span if origin else 0
+        if origin and self.open:
+            begin = max(begin, origin[1] // self.span)
+        most = max(0, end - begin)
+        # Without an origin: the page that some origin's appends would copy, held twice.
+        if origin is None and self.span > 1 and last > 0:
+            most += 1
+        if self.open:
+            # What a step leaves behind and what it leaves: two chunks, and one of the origin's.
+            return min(most, (2 if origin else 3) * chunk // self.span)
+        if self.window is not None:
+            # Windows before and after a step, each kept for a whole chunk of boundaries.
+            kept = -(-(self.window + chunk) // self.span) + 1
+            theirs = 0 if origin else -(-self.window // self.span) + 1
+            return min(most, 2 * kept + theirs)
+        return most
 
     def owner(self, row: int) -> int:
         """The rank (within its DCP group) that holds ``row``."""

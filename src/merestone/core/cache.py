@@ -1,0 +1,398 @@
+"""The cache: match -> lease -> extend -> seal -> publish or discard -> release.
+
+Knows references: who holds which page, anchor and hidden row, and what must be copied before a row
+is written. Must not know requests, slots, devices or time (``now`` is the number of a step).
+One thread calls it. Nothing here depends on the order of a set or on chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from merestone.core.checkpoint import Checkpoint, Kind, Lease, Match, PageRun, Root, State
+from merestone.core.frames import FramePool, Frames, HiddenRows
+from merestone.core.geometry import GroupSpec, anchor_of
+from merestone.core.index import Tokens
+from merestone.core.orders import CopyRows, PageDelta
+from merestone.core.policy import DEFAULT_COST, Cost
+from merestone.core.runs import Move, plan_move, run_at
+from merestone.core.shelf import Counters, OutOfFrames, Shelf, count
+
+__all__ = ["Cache", "CacheSpec", "Counters", "Extension", "OutOfFrames"]
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The arena and what lies in it.
+
+    ``frames`` of ``frame_bytes`` bytes; ``chunk`` tokens between possible anchors, each of
+    ``anchor_frames`` frames; ``hidden_rows`` saved hidden rows to a frame; ``cost`` of computing
+    what is not cached.
+
+    Raises:
+        ValueError: a page of an open group would straddle an anchor, or a size makes no sense.
+    """
+
+    frames: int
+    frame_bytes: int
+    groups: tuple[GroupSpec, ...]
+    chunk: int
+    anchor_frames: int
+    hidden_rows: int
+    cost: Cost = DEFAULT_COST
+
+    def __post_init__(self) -> None:
+        if min(self.frames, self.frame_bytes, self.chunk, self.hidden_rows) < 1:
+            raise ValueError("frames, frame_bytes, chunk and hidden_rows must be positive")
+        if self.anchor_frames < 0:
+            raise ValueError(f"an anchor of {self.anchor_frames} frames")
+        if len({group.name for group in self.groups}) < len(self.groups):
+            raise ValueError("two groups of one name")
+        for group in self.groups:
+            if group.open and self.chunk % group.span:
+                raise ValueError(
+                    f"group {group.name}: a page of {group.span} tokens straddles the anchors,"
+                    f" {self.chunk} tokens apart"
+                )
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a step must know of a lease's growth.
+
+    ``copies`` run before the step's rows are written; ``deltas`` are the page table entries that
+    changed (dropped pages are not reported: the step still reads them, and nothing after it
+    does). ``advance_frames``: where the new anchor goes, () if it stays. In each group the step
+    writes rows from ``GroupSpec.floor(anchor)`` on: below, there may be no page for them.
+    """
+
+    copies: tuple[CopyRows, ...]
+    deltas: tuple[PageDelta, ...]
+    advance_frames: tuple[int, ...]
+
+
+class Cache:
+    """Checkpoints and leases over one pool of frames."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.pool = FramePool(spec.frames)
+        self.hidden = HiddenRows(self.pool, spec.hidden_rows)
+        self.shelf = Shelf(self.pool, self.hidden, spec.frame_bytes, spec.cost)
+        self.counters = self.shelf.counters
+        self._last_id = 0
+
+    @property
+    def free(self) -> int:
+        """Frames that nobody holds."""
+        return self.pool.free
+
+    def available(self) -> int:
+        """Frames that are free or would be if all unleased, unprotected checkpoints went."""
+        return self.pool.reachable()
+
+    def checkpoints(self) -> Iterable[Checkpoint]:
+        """Sealed and published checkpoints, oldest first."""
+        return self.shelf.live.values()
+
+    def tokens(self, checkpoint: Checkpoint) -> Tokens:
+        """The token ids of a checkpoint of ``checkpoints()`` that no reset has doomed."""
+        return self.shelf.index.tokens(checkpoint)
+
+    def own_bytes(self, checkpoint: Checkpoint) -> float:
+        """Bytes that only ``checkpoint`` holds, its share of a slab included."""
+        return self.shelf.own_bytes(checkpoint)
+
+    def match(self, root: Root, tokens: Tokens, limit: int | None = None) -> Match:
+        """What is known of ``tokens`` [n], int32, restoring at most ``limit`` of them (all).
+
+        Changes nothing, not even recency.
+        """
+        if limit is None:
+            limit = tokens.size
+        known, path = self.shelf.index.walk(root, tokens)
+        usable = [c for c in path if c.at <= limit]
+        ready = [c for c in usable if c.state is State.PUBLISHED]
+        best = ready[-1] if ready else None
+        pending = usable[-1] if usable and usable[-1] is not best else None
+        if known == 0:
+            lost = "unknown"
+        elif best is not None and best.at >= min(known, limit):
+            lost = ""
+        elif pending is not None:
+            lost = "not_published"
+        elif len(usable) < len(path):
+            lost = "limit"
+        else:
+            lost = "no_boundary"
+        return Match(best, known, pending, lost)
+
+    def lease(self, root: Root, origin: Checkpoint | None, now: int) -> Lease:
+        """Start at ``origin`` (published, of ``root``), or from nothing."""
+        if origin is None:
+            pages = {g.name: (0, np.empty(0, np.int32)) for g in self.spec.groups}
+            return Lease(self._next_id(), root, 0, 0, (), pages, None)
+        assert origin.state is State.PUBLISHED, f"a {origin.state} checkpoint was leased"
+        assert origin.root == root, "a checkpoint was leased under another root"
+        lease = Lease(
+            self._next_id(), root, origin.at, origin.anchor, origin.anchor_frames,
+            dict(origin.pages), origin,
+        )  # fmt: skip
+        self.pool.hold(lease.frames(), lease.id)
+        origin.leases += 1
+        origin.hits += 1
+        self.shelf.touch(origin, now)
+        self.shelf.recount(origin)
+        count(self.counters.restored, origin.kind)
+        return lease
+
+    def extend(self, lease: Lease, rows: int, anchor: int, now: int) -> Extension:
+        """Give ``lease`` the pages of ``rows`` tokens and an anchor at ``anchor``.
+
+            0 ....... lease.anchor ....... lease.rows ....... anchor ....... rows
+            | shared or own pages         |     written by this step       |
+                                          ^ copy-on-write of this page, per group (lag)
+
+        What the lease gives up here it holds until ``settle``, so no frame is both read and
+        handed out again in one plan.
+
+        Raises:
+            OutOfFrames: no room; the lease is as before (evictions made may stay).
+        """
+        assert lease.live
+        assert lease.rows <= rows
+        assert lease.anchor <= anchor <= rows
+        assert anchor % self.spec.chunk == 0
+        moves = [
+            plan_move(group, lease, rows, anchor, self._owned(lease, group))
+            for group in self.spec.groups
+        ]
+        needed = sum(move.end - move.changed for move in moves)
+        moved = anchor > lease.anchor
+        self._make_room(needed, self._fresh_anchor(lease) if moved else 0, lease)
+        copies: list[CopyRows] = []
+        deltas: list[PageDelta] = []
+        for group, move in zip(self.spec.groups, moves, strict=True):
+            self._apply(lease, group, move, copies, deltas)
+        lease.rows = rows
+        if moved:
+            lease.anchor = anchor
+            if self._fresh_anchor(lease):
+                self._retire(lease, np.array(lease.anchor_frames, np.int32))
+                fresh = self.pool.take(self.spec.anchor_frames, lease.id)
+                lease.anchor_frames = tuple(fresh.tolist())
+        if lease.origin is not None:
+            self.shelf.touch(lease.origin, now)
+        return Extension(tuple(copies), tuple(deltas), lease.anchor_frames if moved else ())
+
+    def settle(self, lease: Lease) -> None:
+        """The steps planned so far need not be waited for any more: drop what was retired.
+
+        Plans run in order, so it is enough that the plan which retired a frame is complete before
+        another hands it out.
+        """
+        retired, lease.retired = lease.retired, []
+        for frames in retired:
+            self.pool.drop(frames, lease.id)
+
+    def seal(
+        self, lease: Lease, tokens: Tokens, at: int, kind: Kind, now: int
+    ) -> Checkpoint | None:
+        """Make a checkpoint of ``lease`` at ``at``, for its ``tokens`` [>= at], int32.
+
+        The caller orders the copy of one hidden row, and publishes or discards. None, counted, if
+        that is impossible (``discarded``), needless (``duplicate``) or has no frame (``no_room``).
+        """
+        assert lease.live
+        reason = self._unsealable(lease, at)
+        if reason:
+            count(self.counters.discarded, reason)
+            return None
+        assert tokens.size >= at
+        same = self.shelf.index.find(lease.root, tokens[:at])
+        if same is not None:
+            self.counters.duplicate += 1
+            self.shelf.touch(same, now)
+            if same.kind is Kind.ALIGNED:
+                same.kind = kind
+            return None
+        try:
+            self._make_room(int(self.hidden.full), 0, lease)
+        except OutOfFrames:
+            self.counters.no_room += 1
+            return None
+        pages: dict[str, PageRun] = {}
+        for group in self.spec.groups:
+            run = run_at(group, lease, at)
+            assert run is not None
+            pages[group.name] = run
+        checkpoint = Checkpoint(
+            self._next_id(), lease.root, at, kind, State.SEALED,
+            lease.anchor, lease.anchor_frames, pages,
+            self.hidden.take(), born=now, used=now, base=self.shelf.inflation,
+        )  # fmt: skip
+        self.shelf.add(checkpoint, tokens[:at])
+        return checkpoint
+
+    def publish(self, checkpoint: Checkpoint, now: int) -> None:
+        """Every rank has done the copies of a sealed checkpoint: let it be found.
+
+        One that a reset has met meanwhile is dropped instead.
+        """
+        assert checkpoint.state is State.SEALED
+        if checkpoint.doomed:
+            self.discard(checkpoint, "reset")
+            return
+        checkpoint.state = State.PUBLISHED
+        self.shelf.touch(checkpoint, now)
+        self.shelf.recount(checkpoint)
+        count(self.counters.published, checkpoint.kind)
+
+    def discard(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Drop a sealed or published checkpoint that must not be used (any more)."""
+        self.shelf.drop(checkpoint)
+        count(self.counters.discarded, reason)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Its pages have no appender any more."""
+        assert lease.live
+        lease.live = False
+        frames = lease.frames()
+        self.pool.disown(frames, lease.id)
+        self.pool.drop(frames, lease.id)
+        lease.retired = []
+        origin = lease.origin
+        if origin is not None:
+            origin.leases -= 1
+            self.shelf.recount(origin)
+            self.shelf.forget_hidden(origin)
+
+    def protect(self, checkpoint: Checkpoint) -> None:
+        """A queued request wants ``checkpoint``: do not evict it (counted, see ``unprotect``)."""
+        checkpoint.protected += 1
+        self.shelf.recount(checkpoint)
+
+    def unprotect(self, checkpoint: Checkpoint) -> None:
+        """Take one ``protect`` back, of a checkpoint in any state."""
+        assert checkpoint.protected > 0
+        checkpoint.protected -= 1
+        self.shelf.recount(checkpoint)
+
+    def reset(self, root: Root | None = None) -> int:
+        """Drop all published checkpoints (of ``root``); returns how many.
+
+        Sealed ones are not found any more and are dropped when they would be published.
+        """
+        dropped = 0
+        for checkpoint in list(self.shelf.live.values()):
+            if root is not None and checkpoint.root != root:
+                continue
+            if checkpoint.state is State.PUBLISHED:
+                self.discard(checkpoint, "reset")
+                dropped += 1
+            elif not checkpoint.doomed:
+                self.shelf.hide(checkpoint)
+        return dropped
+
+    def deltas(self, lease: Lease) -> tuple[PageDelta, ...]:
+        """The whole page tables of ``lease``, to bind it to a fresh slot."""
+        return tuple(
+            PageDelta(name, first, tuple(frames.tolist()))
+            for name, (first, frames) in lease.pages.items()
+            if frames.size
+        )
+
+    def frames_needed(self, tokens: int, origin: Checkpoint | None = None) -> int:
+        """Frames that a request of ``tokens`` rows, alone, may need at most.
+
+        Its pages before and after a step, two anchors and a frame of hidden rows. From ``origin``:
+        besides what that holds. Without: wherever it starts, a restored origin's frames included.
+        """
+        chunk, start = self.spec.chunk, (origin.at, origin.anchor) if origin else None
+        anchors = min(2, tokens // chunk - (origin.anchor // chunk if origin else 0))
+        pages = sum(group.most_pages(tokens, chunk, start) for group in self.spec.groups)
+        return pages + max(0, anchors) * self.spec.anchor_frames + 1
+
+    def capacity(self) -> int:
+        """The most tokens of a request that always finds room when it runs alone."""
+        low, high = 0, 1
+        while high < 2**31 and self.frames_needed(high) <= self.spec.frames:
+            low, high = high, 2 * high
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self.frames_needed(middle) <= self.spec.frames:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _owned(self, lease: Lease, group: GroupSpec) -> bool:
+        """Whether ``lease`` is the appender of its last page of ``group``."""
+        frames = lease.pages[group.name][1]
+        return bool(frames.size) and bool(self.pool.appender[frames[-1]] == lease.id)
+
+    def _apply(
+        self,
+        lease: Lease,
+        group: GroupSpec,
+        move: Move,
+        copies: list[CopyRows],
+        deltas: list[PageDelta],
+    ) -> None:
+        first, frames = lease.pages[group.name]
+        kept = slice(min(move.begin - first, frames.size), move.changed - first)
+        if move.end == move.changed and kept.start == 0:
+            return
+        fresh = self.pool.take(move.end - move.changed, lease.id)
+        self.pool.appender[fresh] = lease.id
+        if move.copied:
+            source = int(frames[move.changed - first])
+            copies.append(CopyRows(group.name, source, int(fresh[0]), move.copied))
+        if fresh.size:
+            deltas.append(PageDelta(group.name, move.changed, tuple(fresh.tolist())))
+        for gone in (frames[: kept.start], frames[kept.stop :]):
+            self._retire(lease, gone)
+        lease.pages[group.name] = move.begin, np.concatenate([frames[kept], fresh])
+
+    def _retire(self, lease: Lease, frames: Frames) -> None:
+        if frames.size:
+            self.pool.disown(frames, lease.id)
+            lease.retired.append(frames)
+
+    def _fresh_anchor(self, lease: Lease) -> int:
+        """Frames that an advance takes: none if it may rewrite the old anchor, held by no other."""
+        old = lease.anchor_frames
+        if old and int(self.pool.refs[list(old)].max()) == 1:
+            return 0
+        return self.spec.anchor_frames
+
+    def _unsealable(self, lease: Lease, at: int) -> str:
+        """Why ``lease`` cannot be resumed at ``at``; empty if it can."""
+        if at < 1:
+            return "empty"
+        if at > lease.rows:
+            return "not_computed"
+        if anchor_of(at, self.spec.chunk) != lease.anchor:
+            return "anchor_elsewhere"
+        if any(run_at(group, lease, at) is None for group in self.spec.groups):
+            return "window_hole"
+        return ""
+
+    def _make_room(self, pages: int, anchor: int, lease: Lease) -> None:
+        """Free ``pages + anchor`` frames. If only the new anchor is too much, let ``lease``'s old
+        one be held by nobody else: it is then rewritten in place."""
+        try:
+            self.shelf.make_room(pages + anchor)
+        except OutOfFrames as error:
+            if not anchor or pages > error.free:
+                raise
+            if not self.shelf.evict_anchor(lease.anchor_frames):
+                raise
+            self.shelf.make_room(pages)
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id

@@ -1,0 +1,128 @@
+"""The nouns of the cache: checkpoints, leases, matches.
+
+Knows who refers to which pages and frames. Must not know how they are counted, found or evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from merestone.core.frames import Frames
+
+Root = Hashable
+"""What two prompts must share besides tokens: (cache salt, adapter, media identity)."""
+
+PageRun = tuple[int, Frames]
+"""Consecutive pages of one group: the first one's number, and their frames (never written to)."""
+
+
+class Kind(StrEnum):
+    """Why a boundary is one."""
+
+    INSTRUCTION = "instruction"
+    TURN = "turn"
+    PROMPT = "prompt"
+    RESPONSE = "response"
+    MARK = "mark"
+    JUNCTION = "junction"
+    ALIGNED = "aligned"
+
+
+class State(StrEnum):
+    """A checkpoint is sealed when planned, published when every rank has done its copies, and
+    dropped by eviction, discard or reset."""
+
+    SEALED = "sealed"
+    PUBLISHED = "published"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """Everything needed to resume at ``at`` tokens.
+
+    ``anchor`` is the anchor's token count, ``anchor_frames`` where it lies (none: the zero state).
+    ``pages`` covers, for each group, exactly the rows that ``GroupSpec.rows(at, anchor)`` names.
+    ``hidden`` is (frame, row) of the saved hidden row of position ``at - 1``. ``leases`` and
+    ``protected`` count holds against eviction; ``born`` and ``used`` are steps.
+    """
+
+    id: int
+    root: Root
+    at: int
+    kind: Kind
+    state: State
+    anchor: int
+    anchor_frames: tuple[int, ...]
+    pages: dict[str, PageRun]
+    hidden: tuple[int, int]
+    born: int
+    used: int
+    leases: int = 0
+    protected: int = 0
+    hits: int = 0
+    base: float = 0.0
+    """The inflation value of eviction when last used."""
+    evictable: bool = False
+    """Published, not leased, not protected (as last counted by the cache)."""
+    doomed: bool = False
+    """Sealed before a reset: found by nobody, dropped when it would be published."""
+
+    def frames(self) -> Frames:
+        """Frames of its pages and its anchor (not the slab of its hidden row)."""
+        runs = [frames for _, frames in self.pages.values()]
+        return np.concatenate([*runs, np.array(self.anchor_frames, np.int32)])
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A running request's hold on pages and frames.
+
+    ``rows`` tokens are computed or planned, from the anchor at ``anchor`` on in ``pages``'s open
+    group. ``retired`` holds what the steps in flight still read, until they settle.
+
+        group          0 ........ floor(anchor) ...... rows - lag
+        full           |  pages, shared below the origin   |
+        window, open              |         pages          |
+    """
+
+    id: int
+    root: Root
+    rows: int
+    anchor: int
+    anchor_frames: tuple[int, ...]
+    pages: dict[str, PageRun]
+    origin: Checkpoint | None
+    retired: list[Frames] = field(default_factory=list)
+    live: bool = True
+
+    def frames(self) -> Frames:
+        """Every frame the lease refers to, retired ones included."""
+        runs = [frames for _, frames in self.pages.values()]
+        return np.concatenate([*runs, *self.retired, np.array(self.anchor_frames, np.int32)])
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the cache knows of a prompt. Finding it changes nothing.
+
+    ``checkpoint``: the deepest published one whose tokens begin the prompt, within the limit.
+    ``known``: tokens that the prompt shares with any sequence in the index. ``pending``: the
+    deepest sealed, not yet published checkpoint, if deeper. ``lost`` says why less than ``known``
+    was restored: "unknown" (nothing shared), "not_published", "limit" (a deeper one lies past the
+    limit), "no_boundary"; empty when nothing was lost.
+    """
+
+    checkpoint: Checkpoint | None
+    known: int
+    pending: Checkpoint | None
+    lost: str
+
+    @property
+    def at(self) -> int:
+        """Restored tokens."""
+        return self.checkpoint.at if self.checkpoint else 0
