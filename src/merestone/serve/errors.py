@@ -1,0 +1,63 @@
+"""Errors in the shape of the OpenAI API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+_UNION_MEMBERS = {"str", "int", "float", "bool", "dict", "list", "none"}
+
+
+class ApiError(Exception):
+    """A request that is refused: HTTP status, message, and the parameter at fault."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """An option that exists in the API and not here."""
+    return ApiError(f"{what} is not supported", param, "unsupported")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that a body's validation found."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        detail = first["msg"].removeprefix("Invalid JSON: ")
+        return ApiError(f"The request body is not valid JSON: {detail}", code="invalid_json")
+    param = _path(first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(f"{param}: {message}" if param else message, param, "invalid_value")
+
+
+def _path(place: tuple[int | str, ...]) -> str | None:
+    """``messages[0].role``; what follows a union is the union's member, not the user's field."""
+    path = ""
+    for part in place:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in _UNION_MEMBERS or "[" in part or "(" in part or "-" in part:
+            break
+        else:
+            path += f".{part}" if path else part
+    return path or None

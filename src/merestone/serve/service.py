@@ -1,0 +1,158 @@
+"""What every endpoint needs: the engine, the model's text side, options, metrics, open flights."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from merestone import __version__
+from merestone.engine.api import Engine, GenerateRequest
+from merestone.serve.errors import ApiError, from_validation
+from merestone.serve.flight import Flight, unless_disconnected
+from merestone.serve.metrics import Metrics
+from merestone.serve.protocol import Body
+from merestone.serve.replies import EventStream, JsonResponse
+from merestone.serve.template import ModelText
+
+log = logging.getLogger("merestone.serve")
+MAX_BODY = 64 << 20
+CLIENT_GONE = 499  # nobody reads this status; it is the usual one in logs
+Parsed = TypeVar("Parsed", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How the server shows itself. ``cache_tokens`` lets ``GET /cache`` list token ids, which are
+    users' texts."""
+
+    model: str
+    api_key: str | None = None
+    cache_tokens: bool = False
+    cors_origins: tuple[str, ...] = ()
+
+
+class Service:
+    """The state that endpoints share."""
+
+    def __init__(self, engine: Engine, text: ModelText, options: ServerOptions) -> None:
+        self.engine = engine
+        self.text = text
+        self.options = options
+        self.metrics = Metrics(engine)
+        self.created = int(time.time())
+        self._flights: set[Flight] = set()
+
+    async def read(self, request: Request, kind: type[Parsed]) -> Parsed:
+        """Read and validate a body.
+
+        Raises:
+            ApiError: too large, not JSON, not valid, or for another model.
+        """
+        data = bytearray()
+        async for piece in request.stream():
+            data += piece
+            if len(data) > MAX_BODY:
+                raise ApiError(f"The body is larger than {MAX_BODY} bytes", status=413)
+        body = validate(bytes(data), kind)
+        if unknown := body.unknown():
+            log.debug("fields that nobody reads: %s", ", ".join(unknown))
+        model = getattr(body, "model", None)
+        if model is not None:
+            self.check_model(model)
+        return body
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served."""
+        if name != self.options.model:
+            raise ApiError(
+                f"The model {name!r} is not served here, {self.options.model!r} is",
+                "model",
+                "model_not_found",
+                404,
+            )
+
+    def envelope(self, prefix: str, kind: str) -> dict[str, Any]:
+        """The fields that begin every answer and every chunk."""
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.options.model,
+            "system_fingerprint": f"merestone-{__version__}",
+        }
+
+    async def answer(
+        self,
+        request: Request,
+        requests: Sequence[GenerateRequest],
+        fold: Callable[[Flight], Awaitable[dict[str, Any]]],
+    ) -> Response:
+        """Run the requests and answer once, or end them as soon as the client is gone."""
+        flight = self._launch(requests)
+        try:
+            body = await unless_disconnected(request.receive, _coroutine(fold(flight)))
+        finally:
+            self._land(flight)
+        return Response(status_code=CLIENT_GONE) if body is None else JsonResponse(body)
+
+    def stream(
+        self,
+        requests: Sequence[GenerateRequest],
+        chunks: Callable[[Flight], AsyncIterator[dict[str, Any]]],
+    ) -> Response:
+        """Run the requests and stream what ``chunks`` makes of their steps."""
+        flight = self._launch(requests)
+        return EventStream(chunks(flight), lambda: self._land(flight))
+
+    def abort_all(self) -> None:
+        """End every open flight; its clients get what there is."""
+        for flight in list(self._flights):
+            flight.abort()
+
+    def _launch(self, requests: Sequence[GenerateRequest]) -> Flight:
+        flight = Flight(self.engine, self.metrics, requests)
+        flight.launch()
+        self._flights.add(flight)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        flight.close()
+        self._flights.discard(flight)
+
+
+def validate(data: bytes, kind: type[Parsed]) -> Parsed:
+    """A body from its bytes, by the rules of its model."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's description of a body that the endpoint reads itself, with its parts inlined."""
+    schema = kind.model_json_schema()
+    parts = schema.pop("$defs", {})
+
+    def inline(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inline(entry) for entry in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inline(parts[node["$ref"].rsplit("/", 1)[1]])
+        return {key: inline(value) for key, value in node.items()}
+
+    content = {"application/json": {"schema": inline(schema)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _coroutine(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    return await work
