@@ -21,7 +21,7 @@ from merestone.core.policy import DEFAULT_COST, Cost
 from merestone.core.runs import Move, plan_move, run_at
 from merestone.core.shelf import Counters, OutOfFrames, Shelf, count
 
-__all__ = ["Cache", "CacheSpec", "Counters", "Extension", "OutOfFrames"]
+__all__ = ["Cache", "CacheSpec", "Counters", "Extension", "Lease", "Match", "OutOfFrames"]
 
 
 @dataclass(frozen=True)
