@@ -42,12 +42,13 @@ class TextStream(Protocol):
 class GenerateRequest:
     """One prompt and how to continue it, ``n`` times.
 
-    ``max_tokens`` is at least 1; None means up to the context limit. ``boundaries`` are (token
-    count, kind) with kind "instruction", "turn" or "mark", ascending, each inside the prompt.
+    ``max_tokens`` 0 computes (or restores) the prompt alone and finishes with "length"; None means
+    up to the context limit. ``boundaries`` are (token count, kind) with kind "instruction", "turn"
+    or "mark", ascending, each inside the prompt.
     ``salt`` separates caches. Without ``cache`` nothing is looked up and nothing is kept.
     ``stop_ids`` end a choice and are its last token. ``prompt_logprobs`` asks for the log
     probabilities of the prompt's tokens with that many alternatives. ``text`` makes one stream a
-    choice. A higher ``priority`` runs first.
+    choice. A lower ``priority`` runs first.
     """
 
     id: str
@@ -111,8 +112,8 @@ class Finished:
     """The last event of a choice.
 
     ``reason`` is "stop", "length", "abort" or "error"; ``stop`` the token id or the string that
-    stopped it (None for an end-of-sequence token or other reasons). ``text`` is the rest of its
-    text. ``prompt_logprobs`` has an entry for every prompt token, None for the first.
+    stopped it (None for other reasons). ``text`` is the rest of its text. ``prompt_logprobs`` of
+    choice 0 has an entry for every prompt token, None for the first; other choices have none.
     """
 
     choice: int

@@ -13,7 +13,7 @@ from merestone.serve.chat import ChatPrompt, build_prompt, normalise
 from merestone.serve.errors import ApiError
 from merestone.serve.flight import ChoiceStep, Flight
 from merestone.serve.protocol import ChatBody, TokenizeBody
-from merestone.serve.replies import Usage, finite, prompt_logprobs, raise_failure
+from merestone.serve.replies import Usage, finite, prompt_logprobs, raise_failure, stop_reason
 from merestone.serve.sampling import generate_request
 from merestone.serve.service import Service
 from merestone.serve.text import Vocabulary
@@ -107,7 +107,7 @@ class Reply:
     """One choice, taken apart as it comes: all of it so far, and what the last step added."""
 
     parser: glm.ReplyParser
-    thought: str = ""
+    thought: str | None = None
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[TokenEvent] = field(default_factory=list)
@@ -136,22 +136,24 @@ class Reply:
         return self._delta(parts)
 
     def _delta(self, parts: Sequence[glm.Part]) -> dict[str, Any]:
-        thought = content = ""
+        thought: str | None = None
+        content = ""
         first = len(self.calls)
         for part in parts:
             match part:
                 case glm.Thought(text):
-                    thought += text
+                    thought = (thought or "") + text
                 case glm.Content(text):
                     content += text
                 case glm.Call(name, arguments):
                     function = {"name": name, "arguments": arguments}
                     identity = f"call_{uuid.uuid4().hex[:24]}"
                     self.calls.append({"id": identity, "type": "function", "function": function})
-        self.thought += thought
+        if thought is not None:
+            self.thought = (self.thought or "") + thought
         self.content += content
         delta: dict[str, Any] = {}
-        if thought:
+        if thought is not None:
             delta["reasoning_content"] = thought
         if content:
             delta["content"] = content
@@ -179,7 +181,7 @@ async def fold(service: Service, call: ChatCall, flight: Flight) -> dict[str, An
     usage.reasoning = sum(reply.thinking_tokens for reply in replies)
     answer = service.envelope("chatcmpl", "chat.completion")
     vocabulary = service.text.vocabulary
-    answer["choices"] = [_whole(vocabulary, call, i, reply) for i, reply in enumerate(replies)]
+    answer["choices"] = [_whole(service, call, i, reply) for i, reply in enumerate(replies)]
     answer["usage"] = usage.report()
     if call.body.return_token_ids:
         answer["prompt_token_ids"] = list(call.request.tokens)
@@ -190,10 +192,11 @@ async def fold(service: Service, call: ChatCall, flight: Flight) -> dict[str, An
     return answer
 
 
-def _whole(vocabulary: Vocabulary, call: ChatCall, index: int, reply: Reply) -> dict[str, Any]:
+def _whole(service: Service, call: ChatCall, index: int, reply: Reply) -> dict[str, Any]:
     assert reply.end is not None
+    vocabulary, info = service.text.vocabulary, service.engine.info
     message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
-    if reply.thought:
+    if reply.thought is not None:
         message["reasoning_content"] = reply.thought
     if reply.calls:
         message["tool_calls"] = reply.calls
@@ -203,7 +206,7 @@ def _whole(vocabulary: Vocabulary, call: ChatCall, index: int, reply: Reply) -> 
         "message": message,
         "logprobs": _logprobs(vocabulary, call.body, reply.tokens),
         "finish_reason": reply.finish_reason,
-        "stop_reason": reply.end.stop,
+        "stop_reason": stop_reason(info, reply.end),
     }
     if call.body.return_token_ids:
         out["token_ids"] = [event.token for event in reply.tokens]
@@ -219,7 +222,7 @@ async def chunks(service: Service, call: ChatCall, flight: Flight) -> AsyncItera
         for step in steps:
             raise_failure(step)
             usage.add(step)
-            choice = _piece(service.text.vocabulary, call, replies[step.choice], step)
+            choice = _piece(service, call, replies[step.choice], step)
             usage.reasoning = sum(reply.thinking_tokens for reply in replies)
             if choice is None:
                 continue
@@ -234,9 +237,10 @@ async def chunks(service: Service, call: ChatCall, flight: Flight) -> AsyncItera
 
 
 def _piece(
-    vocabulary: Vocabulary, call: ChatCall, reply: Reply, step: ChoiceStep
+    service: Service, call: ChatCall, reply: Reply, step: ChoiceStep
 ) -> dict[str, Any] | None:
     """What a step adds to its choice; None if nothing that a client can see."""
+    vocabulary = service.text.vocabulary
     delta = reply.add(step, call.prompt.forced)
     if step.started:
         delta = {"role": "assistant", "content": "", **delta}
@@ -248,7 +252,7 @@ def _piece(
         "finish_reason": reply.finish_reason,
     }
     if step.finished:
-        out["stop_reason"] = step.finished.stop
+        out["stop_reason"] = stop_reason(service.engine.info, step.finished)
     if call.body.return_token_ids:
         out["token_ids"] = [event.token for event in step.tokens]
     wants_tokens = call.body.return_token_ids or call.body.logprobs

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from merestone.engine.api import Finished, GenerateRequest
+from merestone.engine.api import EngineInfo, Finished, GenerateRequest
 from merestone.sched.plan import TokenLogprob
 from merestone.serve.errors import ApiError
 from merestone.serve.flight import ChoiceStep, Flight
 from merestone.serve.protocol import CompletionBody
-from merestone.serve.replies import Usage, finite, prompt_logprobs, raise_failure
+from merestone.serve.replies import (
+    Usage,
+    finite,
+    prompt_logprobs,
+    raise_failure,
+    stop_reason,
+)
 from merestone.serve.sampling import generate_request
 from merestone.serve.service import Service
 from merestone.serve.text import Vocabulary
@@ -27,11 +33,6 @@ class CompletionCall:
     body: CompletionBody
     requests: list[GenerateRequest]
     texts: list[str]
-
-    @property
-    def silent(self) -> bool:
-        """``max_tokens`` 0: only the prompt is wanted. The engine makes a token all the same."""
-        return self.body.max_tokens == 0
 
 
 def prepare(service: Service, body: CompletionBody) -> CompletionCall:
@@ -57,7 +58,7 @@ def prepare(service: Service, body: CompletionBody) -> CompletionCall:
             tokens,
             service.engine.info,
             service.text,
-            max_tokens=max(max_tokens, 1),
+            max_tokens=max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=scored,
             boundaries=_marks(body, len(tokens)),
@@ -88,10 +89,8 @@ class _Choice:
     logprobs: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
     end: Finished | None = None
 
-    def add(self, step: ChoiceStep, silent: bool) -> None:
+    def add(self, step: ChoiceStep) -> None:
         self.end = step.finished or self.end
-        if silent:
-            return
         self.text += step.text
         self.tokens += [event.token for event in step.tokens]
         self.logprobs += [(event.token, event.logprob) for event in step.tokens]
@@ -104,28 +103,34 @@ async def fold(service: Service, call: CompletionCall, flight: Flight) -> dict[s
     async for steps in flight.steps():
         for step in steps:
             raise_failure(step)
-            choices.setdefault((step.prompt, step.choice), _Choice()).add(step, call.silent)
-            usage.add(step, count_tokens=not call.silent)
+            choices.setdefault((step.prompt, step.choice), _Choice()).add(step)
+            usage.add(step)
     answer = service.envelope("cmpl", "text_completion")
-    answer["choices"] = [_whole(service, call, place, choices[place]) for place in sorted(choices)]
+    answer["choices"] = [_whole(service, call, place, choices) for place in sorted(choices)]
     answer["usage"] = usage.report()
     return answer
 
 
 def _whole(
-    service: Service, call: CompletionCall, place: tuple[int, int], choice: _Choice
+    service: Service,
+    call: CompletionCall,
+    place: tuple[int, int],
+    choices: Mapping[tuple[int, int], _Choice],
 ) -> dict[str, Any]:
     body, vocabulary, prompt = call.body, service.text.vocabulary, place[0]
+    choice, first = choices[place], choices[prompt, 0].end
     request, end = call.requests[prompt], choice.end
     assert end is not None
+    assert first is not None
     out: dict[str, Any] = {
         "index": prompt * request.n + place[1],
         "text": (call.texts[prompt] if body.echo else "") + choice.text,
         "logprobs": None,
-        "finish_reason": "length" if call.silent else end.reason,
-        "stop_reason": None if call.silent else end.stop,
+        "finish_reason": end.reason,
+        "stop_reason": stop_reason(service.engine.info, end),
     }
-    scored: Sequence[TokenLogprob | None] = end.prompt_logprobs or ()
+    # the prompt is scored once, for all its choices
+    scored: Sequence[TokenLogprob | None] = first.prompt_logprobs or ()
     if body.logprobs is not None:
         table = LogprobTable(vocabulary, body.logprobs)
         if body.echo:
@@ -150,11 +155,11 @@ async def chunks(
     async for steps in flight.steps():
         for step in steps:
             raise_failure(step)
-            usage.add(step, count_tokens=not call.silent)
+            usage.add(step)
             place = (step.prompt, step.choice)
             if body.logprobs is not None and place not in tables:
                 tables[place] = LogprobTable(service.text.vocabulary, body.logprobs)
-            choice = _piece(call, step, tables.get(place))
+            choice = _piece(service.engine.info, call, step, tables.get(place))
             if choice is None:
                 continue
             chunk = {**envelope, "choices": [choice]}
@@ -166,12 +171,11 @@ async def chunks(
 
 
 def _piece(
-    call: CompletionCall, step: ChoiceStep, table: LogprobTable | None
+    info: EngineInfo, call: CompletionCall, step: ChoiceStep, table: LogprobTable | None
 ) -> dict[str, Any] | None:
     """What a step adds to its choice; None if nothing that a client can see."""
     body, request, end = call.body, call.requests[step.prompt], step.finished
-    events = [] if call.silent else step.tokens
-    text = "" if call.silent else step.text
+    events, text = step.tokens, step.text
     if step.started and body.echo:
         text = call.texts[step.prompt] + text
     shown = bool(text) or end is not None
@@ -180,10 +184,8 @@ def _piece(
         "text": text,
         "logprobs": None,
         "finish_reason": end.reason if end else None,
-        "stop_reason": end.stop if end else None,
+        "stop_reason": stop_reason(info, end) if end else None,
     }
-    if call.silent and end:
-        out["finish_reason"], out["stop_reason"] = "length", None
     if table is not None and events:
         table.add([(event.token, event.logprob) for event in events])
         out["logprobs"] = table.take()

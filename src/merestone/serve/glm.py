@@ -100,7 +100,7 @@ class ReplyParser:
         """Consume held text up to the next mark. False: more text is needed."""
         match self._place:
             case _Place.START:
-                return self._start()
+                return self._start(parts)
             case _Place.THINKING:
                 return self._until(END_THINK, _Place.CONTENT, Thought, parts)
             case _Place.CONTENT:
@@ -111,12 +111,13 @@ class ReplyParser:
             case _Place.CALL:
                 return self._call(parts)
 
-    def _start(self) -> bool:
+    def _start(self, parts: list[Part]) -> bool:
         ahead = self._held.lstrip()
         if ahead.startswith(THINK):
             # white space before the thinking is formatting
             self._held = ahead[len(THINK) :]
             self._place = _Place.THINKING
+            parts.append(Thought(""))  # an empty thinking is not the same as none
             return True
         if THINK.startswith(ahead):
             return False

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from merestone.engine.api import CacheReport, GenerateRequest
+from merestone.engine.api import CacheReport, EngineInfo, Finished, GenerateRequest
 from merestone.sched.plan import TokenLogprob
 from merestone.serve.errors import ApiError
 from merestone.serve.flight import ChoiceStep, unless_disconnected
@@ -76,6 +76,11 @@ def raise_failure(step: ChoiceStep) -> None:
         raise ApiError(message, code="engine_error", status=500)
 
 
+def stop_reason(info: EngineInfo, end: Finished) -> int | str | None:
+    """The stop token or string that ended a choice; None for the model's own end."""
+    return None if end.stop in info.eos_ids else end.stop
+
+
 class Usage:
     """Token counts of a flight. Prompt tokens count once for all choices of a prompt."""
 
@@ -85,10 +90,9 @@ class Usage:
         self._completion = 0
         self.reasoning = 0
 
-    def add(self, step: ChoiceStep, count_tokens: bool = True) -> None:
+    def add(self, step: ChoiceStep) -> None:
         """Count a step. The first choice speaks for the prompt."""
-        if count_tokens:
-            self._completion += len(step.tokens)
+        self._completion += len(step.tokens)
         report = step.finished.cache if step.finished else step.started
         if report is not None and step.choice == 0:
             self._cache[step.prompt] = report

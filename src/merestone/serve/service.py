@@ -118,6 +118,10 @@ class Service:
             flight.abort()
 
     def _launch(self, requests: Sequence[GenerateRequest]) -> Flight:
+        health = self.engine.health()
+        if health.get("status") != "ok":
+            reason = health.get("reason") or "the engine is not running"
+            raise ApiError(str(reason), code="engine_unavailable", status=503)
         flight = Flight(self.engine, self.metrics, requests)
         flight.launch()
         self._flights.add(flight)
