@@ -27,7 +27,7 @@ class PlainState:
     def __init__(self, fields: Sequence[Field], length: int) -> None:
         self._length = length
         self._rows: dict[tuple[int, str], Tensor] = {}
-        self._anchors: dict[tuple[int, str], Tensor] = {}
+        self.anchors: dict[tuple[int, str], Tensor] = {}
         self._open = [(field.layer, field.name) for field in fields if field.home == "open"]
         # Frame 0 belongs to nobody and stays poisoned. Open rows: less than a chunk of old ones
         # and less than a chunk of new ones at a time.
@@ -37,7 +37,7 @@ class PlainState:
         for field in fields:
             key = (field.layer, field.name)
             if field.home == "anchor":
-                self._anchors[key] = _poison((2, *field.shape), field.dtype)
+                self.anchors[key] = _poison((2, *field.shape), field.dtype)
                 continue
             page = PAGES[field.home]
             assert page % field.every == 0, f"{field.name}: a page holds no whole number of rows"
@@ -51,10 +51,10 @@ class PlainState:
         return self._rows[layer, name]
 
     def read_anchor(self, layer: int, name: str, frames: Tensor) -> Tensor:
-        return self._anchors[layer, name][frames[:, 0]].clone()
+        return self.anchors[layer, name][frames[:, 0]].clone()
 
     def write_anchor(self, layer: int, name: str, frames: Tensor, value: Tensor) -> None:
-        self._anchors[layer, name][frames[:, 0]] = value
+        self.anchors[layer, name][frames[:, 0]] = value
 
     def full_table(self, end: int) -> Tensor:
         """Frames of the pages of rows [0, end), -1 after them. Pages run backwards in memory."""
@@ -85,7 +85,7 @@ class PlainState:
             for key in self._open:
                 self._rows[key][frame] = math.nan
         if anchor_frame is not None:
-            for value in self._anchors.values():
+            for value in self.anchors.values():
                 value[anchor_frame] = math.nan
 
     def _pages(self, group: str) -> int:

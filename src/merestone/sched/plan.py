@@ -36,13 +36,15 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Admit:
     """A request takes a slot. ``tokens`` are all ids known so far, the first ``prompt`` of them
-    the prompt (penalties distinguish the two). ``choice`` numbers the answers of one request."""
+    the prompt (penalties distinguish the two). ``choice`` numbers the answers of one request.
+    ``pages`` are the restored page tables."""
 
     slot: int
     tokens: tuple[int, ...]
     prompt: int
     choice: int
     params: SamplingParams
+    pages: tuple[PageDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Launches run in this order: admits, ``saves`` (of slots as they stand), ``before``
-    (restores and copy-on-write), works, ``after`` (boundary seals of this pass), ``frees``."""
+    """One step. Launches run in this order: ``saves`` (of slots as they stand), ``frees``,
+    ``admits``, ``before`` (restores and copy-on-write), works, ``after`` (boundary seals)."""
 
     step: int
-    admits: tuple[Admit, ...] = ()
     saves: tuple[SaveHidden, ...] = ()
+    frees: tuple[int, ...] = ()
+    admits: tuple[Admit, ...] = ()
     before: tuple[CopyRows | LoadHidden, ...] = ()
     works: tuple[Work, ...] = ()
     after: tuple[SaveHidden, ...] = ()
-    frees: tuple[int, ...] = ()
 
     @property
     def empty(self) -> bool:

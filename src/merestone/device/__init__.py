@@ -1,0 +1,1 @@
+"""Doing: the arena, the slots, and the runner that obeys a plan."""

@@ -1,0 +1,153 @@
+"""How state lies in frames: page sizes, the frame size, the cells of an anchor.
+
+Knows fields and bytes. Must not know frames' owners, requests or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merestone.core.geometry import GroupSpec
+from merestone.layers.state import Field
+
+ALIGN = 64
+"""Every field of a page, and every frame, starts at a multiple of this many bytes."""
+SMALLEST_PAGE, LARGEST_PAGE = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Cells of one anchor field that lie behind each other in one frame of the anchor."""
+
+    frame: int
+    offset: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes in bytes and tokens; ``offsets`` by (layer, field name)."""
+
+    frame_bytes: int
+    groups: tuple[GroupSpec, ...]
+    anchor_frames: int
+    hidden_rows: int
+    hidden_bytes: int
+    offsets: dict[tuple[int, str], int]
+    cells: dict[tuple[int, str], tuple[Run, ...]]
+    row_bytes: dict[str, int]
+    anchor_bytes: int
+
+    def explain(self) -> list[str]:
+        """One line a group, for the start-up log."""
+        lines = [f"frame {self.frame_bytes:,} B"]
+        for group in self.groups:
+            used = group.page * self.row_bytes[group.name]
+            share = 100 * used / self.frame_bytes
+            lines.append(
+                f"group {group.name}: page {group.page} tokens x {self.row_bytes[group.name]:,} B"
+                f" ({share:.0f}% of a frame)"
+            )
+        if self.anchor_frames:
+            lines.append(f"anchor {self.anchor_bytes:,} B in {self.anchor_frames} frames")
+        lines.append(f"hidden rows {self.hidden_bytes:,} B, {self.hidden_rows} a frame")
+        return lines
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def _page_bytes(fields: list[Field], page: int) -> int:
+    return sum(_aligned(page // field.every * field.bytes) for field in fields)
+
+
+def _cell_bytes(field: Field) -> int:
+    return field.bytes // field.shape[0]
+
+
+def _pack(fields: list[Field], frame_bytes: int) -> tuple[dict[tuple[int, str], list[Run]], int]:
+    """Lay the cells of all anchor fields into frames, first fit in order."""
+    runs: dict[tuple[int, str], list[Run]] = {}
+    frame, offset = 0, 0
+    for field in fields:
+        cell, done = _cell_bytes(field), 0
+        mine = runs.setdefault((field.layer, field.name), [])
+        while done < field.shape[0]:
+            take = min((frame_bytes - offset) // cell, field.shape[0] - done)
+            if take:
+                mine.append(Run(frame, offset, done, done + take))
+                done, offset = done + take, _aligned(offset + take * cell)
+            if done < field.shape[0]:
+                frame, offset = frame + 1, 0
+    return runs, frame + 1 if fields else 0
+
+
+def plan_layout(
+    fields: tuple[Field, ...],
+    *,
+    hidden_bytes: int,
+    chunk: int,
+    page_multiple: int,
+    full_page: int | None = None,
+) -> Layout:
+    """Choose the page of the ``full`` group (unless given) so that little of a frame is wasted.
+
+    A frame holds exactly one full page; the open page is the largest power of two of rows that
+    fits (at most a chunk). The choice minimises the bytes that one boundary pins on its own: its
+    anchor, half a chunk of open rows, and one part-filled full page.
+
+    Raises:
+        ValueError: no page size fits, or ``full_page`` is not a usable one.
+    """
+    homes = {home: [f for f in fields if f.home == home] for home in ("full", "open", "anchor")}
+    largest_cell = max([_cell_bytes(f) for f in homes["anchor"]], default=0)
+    row = {home: _page_bytes(homes[home], page_multiple) // page_multiple for home in homes}
+    floor = max(largest_cell, _page_bytes(homes["open"], 1), hidden_bytes)
+
+    def candidate(page: int) -> tuple[int, int, int]:
+        """(bytes pinned by a boundary, frame bytes, open page)."""
+        frame = _aligned(max(_page_bytes(homes["full"], page), floor))
+        open_page = chunk
+        while _page_bytes(homes["open"], open_page) > frame:
+            open_page //= 2
+        anchors = _pack(homes["anchor"], frame)[1]
+        pinned = frame * (anchors + -(-(chunk // 2) // open_page) + 1)
+        return pinned, frame, open_page
+
+    pages = [SMALLEST_PAGE << i for i in range(9) if SMALLEST_PAGE << i <= LARGEST_PAGE]
+    if full_page is not None:
+        if full_page & (full_page - 1) or full_page < 1:
+            raise ValueError(f"page size {full_page} is not a power of two")
+        pages = [full_page]
+    pages = [page for page in pages if page % page_multiple == 0]
+    if not pages:
+        raise ValueError(f"page size {full_page} is not a multiple of the index pool {page_multiple}")
+    page = min(pages, key=lambda p: (candidate(p)[0], p))
+    _, frame_bytes, open_page = candidate(page)
+
+    sizes = {"full": page, "open": open_page}
+    groups, offsets = [], {}
+    for home, size in sizes.items():
+        if not homes[home]:
+            continue
+        groups.append(GroupSpec(home, page=size, open=home == "open"))
+        offset = 0
+        for field in homes[home]:
+            if size % field.every:
+                raise ValueError(f"page of {size} tokens cuts field {field.name} of {field.every}")
+            offsets[field.layer, field.name] = offset
+            offset += _aligned(size // field.every * field.bytes)
+    runs, anchor_frames = _pack(homes["anchor"], frame_bytes)
+    return Layout(
+        frame_bytes=frame_bytes,
+        groups=tuple(groups),
+        anchor_frames=anchor_frames,
+        hidden_rows=frame_bytes // hidden_bytes,
+        hidden_bytes=hidden_bytes,
+        offsets=offsets,
+        cells={key: tuple(value) for key, value in runs.items()},
+        row_bytes={home: row[home] if home == "full" else _page_bytes(homes[home], 1) for home in sizes},
+        anchor_bytes=sum(field.bytes for field in homes["anchor"]),
+    )

@@ -1,0 +1,1 @@
+"""Where deciding meets doing: the loop that plans, runs and reports."""

@@ -1,0 +1,295 @@
+"""The engine: one thread that plans, runs and reports, and a thread-safe front.
+
+Knows the scheduler, a device that runs plans, and choices. Must not know HTTP or tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from merestone.core.cache import Cache
+from merestone.core.checkpoint import Kind, Root
+from merestone.core.policy import boundaries_to_seal
+from merestone.engine.api import (
+    EngineInfo,
+    EngineRefusal,
+    Event,
+    GenerateRequest,
+    Sink,
+    Stats,
+)
+from merestone.engine.choice import Choice
+from merestone.sched.plan import StepPlan, StepResult
+from merestone.sched.request import Sequence
+from merestone.sched.scheduler import Outcome, Scheduler
+
+log = logging.getLogger("merestone.engine")
+Answer = TypeVar("Answer")
+
+
+class Device(Protocol):
+    """Whatever obeys plans: the real runner, or a double in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class LocalEngine:
+    """Implements ``engine.api.Engine`` over one scheduler and one device.
+
+    All state is touched by the engine's thread alone; the front posts into an inbox.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        cache: Cache,
+        scheduler: Scheduler,
+        device: Device,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self.cache = cache
+        self.scheduler = scheduler
+        self.device = device
+        self.clock = clock
+        self.choices: dict[Sequence, Choice] = {}
+        self.requests: dict[str, list[Choice]] = {}
+        self.private: set[Root] = set()
+        self.counters: Counter[str] = Counter()
+        self.born: dict[int, float] = {}
+        self.arrivals = 0
+        self.inbox: deque[Callable[[], None]] = deque()
+        self.wake = threading.Condition()
+        self.stopping = False
+        self.broken: str | None = None
+        self.thread: threading.Thread | None = None
+
+    # -- front: any thread ----------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        self._check(request)
+        self._post(lambda: self._add(request, sink))
+
+    def abort(self, request_id: str) -> None:
+        self._post(lambda: self._abort(request_id))
+
+    def reset_cache(self) -> int:
+        return self._ask(self.cache.reset)
+
+    def cache_view(self) -> list[dict[str, object]]:
+        return self._ask(self._view)
+
+    def stats(self) -> Stats:
+        return self._ask(self._stats)
+
+    def health(self) -> dict[str, object]:
+        alive = self.thread is not None and self.thread.is_alive()
+        status = "ok" if alive and self.broken is None else "failed"
+        return {
+            "status": status,
+            "reason": self.broken or ("" if alive else "the engine is not running"),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "steps": self.scheduler.step,
+            "retention": self.info.retention,
+            "retention_reason": self.info.retention_reason,
+        }
+
+    def start(self) -> None:
+        assert self.thread is None, "the engine was started before"
+        self.thread = threading.Thread(target=self._loop, name="merestone-engine", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        with self.wake:
+            self.stopping = True
+            self.wake.notify()
+        if self.thread is not None:
+            self.thread.join()
+
+    def _check(self, request: GenerateRequest) -> None:
+        limit, prompt = self.info.context_limit, len(request.tokens)
+        if prompt == 0:
+            raise EngineRefusal("empty_prompt", "the prompt has no tokens")
+        output = 1 if request.max_tokens is None else request.max_tokens
+        if prompt + output > limit:
+            raise EngineRefusal(
+                "context_length_exceeded",
+                f"This server's context is {limit} tokens, but the request needs at least "
+                f"{prompt + output}: {prompt} in the prompt and {output} in the completion.",
+            )
+        high = max(request.tokens)
+        if high >= self.info.vocab_size or min(request.tokens) < 0:
+            raise EngineRefusal(
+                "invalid_token_id",
+                f"token ids must lie in [0, {self.info.vocab_size}), not {high}",
+            )
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self.wake:
+            self.inbox.append(action)
+            self.wake.notify()
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """Run a question between two steps, on the engine's thread."""
+        if self.thread is None or not self.thread.is_alive():
+            return question()
+        future: Future[Answer] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(question())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(answer)
+        return future.result()
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self.wake:
+                while not (self.inbox or self.scheduler.busy or self.stopping):
+                    self.wake.wait()
+                actions = list(self.inbox)
+                self.inbox.clear()
+            for action in actions:
+                action()
+            if self.stopping:
+                self._end_all()
+                return
+            try:
+                self.step()
+            except Exception as error:
+                # Nothing is trusted after a failure in deciding: end, say so, publish nothing.
+                log.exception("the engine stopped")
+                self.broken = f"{type(error).__name__}: {error}"
+                self._end_all()
+                return
+
+    def step(self) -> bool:
+        """Plan, run and report one step. False if there was nothing to do."""
+        plan = self.scheduler.plan()
+        if plan.empty:
+            self.scheduler.skip()
+            return False
+        try:
+            result = self.device.run(plan)
+        except Exception as error:
+            log.exception("a step failed")
+            self.counters["failed_steps"] += 1
+            outcomes = self.scheduler.fail(f"a step failed: {type(error).__name__}: {error}")
+        else:
+            outcomes = self.scheduler.apply(result)
+        self._report(outcomes)
+        return True
+
+    def _report(self, outcomes: list[Outcome]) -> None:
+        now = self.clock()
+        for outcome in outcomes:
+            choice = self.choices[outcome.sequence]
+            if outcome.result is None:
+                self._emit(choice, [choice.finished("error", None, now, outcome.error)])
+                self._forget(choice)
+                continue
+            events, done = choice.take(outcome.result, now)
+            if done:
+                self.scheduler.finish(outcome.sequence, Kind.RESPONSE)
+                self._forget(choice)
+            self._emit(choice, events)
+
+    def _emit(self, choice: Choice, events: list[Event]) -> None:
+        if events:
+            try:
+                choice.sink(events)
+            except Exception:
+                log.exception("a sink failed; its request is dropped")
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _add(self, request: GenerateRequest, sink: Sink) -> None:
+        now = self.clock()
+        if self.broken is not None or self.stopping:
+            return
+        shared = request.cache and self.info.retention != "none"
+        root: Root = ("", request.salt) if shared else ("private", request.id)
+        prompt = len(request.tokens)
+        wanted = [(at, Kind(kind)) for at, kind in request.boundaries] if shared else []
+        limit = self.info.context_limit - prompt
+        choices = []
+        for number in range(request.n):
+            self.arrivals += 1
+            sequence = Sequence(
+                id=request.id,
+                choice=number,
+                root=root,
+                prompt=prompt,
+                buffer=np.array(request.tokens, np.int32),
+                known=prompt,
+                params=request.params,
+                max_tokens=limit if request.max_tokens is None else request.max_tokens,
+                stop_ids=frozenset(request.stop_ids),
+                boundaries=boundaries_to_seal(prompt, wanted),
+                seals=shared or request.n > 1,
+                matches=number > 0 or (shared and request.prompt_logprobs is None),
+                priority=request.priority,
+                arrival=self.arrivals,
+                prompt_logprobs=request.prompt_logprobs if number == 0 else None,
+            )
+            text = request.text() if request.text else None
+            choices.append(Choice(request, sequence, sink, text, now))
+        if not shared:
+            self.private.add(root)
+        self.requests[request.id] = choices
+        for choice in choices:
+            self.choices[choice.sequence] = choice
+            self.scheduler.add(choice.sequence)
+
+    def _abort(self, request_id: str) -> None:
+        now = self.clock()
+        for choice in list(self.requests.get(request_id, ())):
+            self.scheduler.abort(choice.sequence)
+            self._forget(choice)
+            self._emit(choice, [choice.finished("abort", None, now)])
+
+    def _forget(self, choice: Choice) -> None:
+        """A choice has ended. Count it, and drop what was kept for its request alone."""
+        sequence = choice.sequence
+        del self.choices[sequence]
+        left = self.requests[sequence.id]
+        left.remove(choice)
+        self._count(sequence)
+        if not left:
+            del self.requests[sequence.id]
+            if sequence.root in self.private:
+                self.private.discard(sequence.root)
+                self.cache.reset(sequence.root)
+
+    def _count(self, seq: Sequence) -> None:
+        self.counters["prompt_tokens"] += seq.prompt
+        self.counters["restored_tokens"] += seq.restored
+        self.counters["generated_tokens"] += seq.outputs
+        if not seq.matches:
+            self.counters["lookups_not_eligible"] += 1
+        elif seq.restored == seq.prompt:
+            self.counters["lookups_exact"] += 1
+        else:
+            self.counters["lookups_partial" if seq.restored else "lookups_miss"] += 1
+
+    def _end_all(self) -> None:
+        now = self.clock()
+        reason = "error" if self.broken else "abort"
+        for choice in list(self.choices.values()):
+            self._emit(choice, [choice.finished(reason, None, now, self.broken)])
+        self.choices.clear()
+        self.requests.clear()

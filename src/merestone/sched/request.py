@@ -1,0 +1,124 @@
+"""One answer in the making, as counters: computed, known, prompt.
+
+Knows token ids and counts. Must not know frames' contents, text, clocks or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from merestone.core.cache import Cache, Lease
+from merestone.core.checkpoint import Checkpoint, Kind, Root
+from merestone.sched.plan import SamplingParams, TokenLogprob
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request. A step moves ``computed`` toward ``known``.
+
+        0 ........ restored ........ computed ........ prompt ........ known
+        |  from a checkpoint  |  by passes  |  still to do  |  outputs  |
+
+    ``computed`` rows exist; ``known`` ids are final (prompt and accepted outputs). Decoding is the
+    case ``known == computed + 1``; an exact hit starts at ``computed == known`` and needs logits
+    only. ``boundaries`` are where its prompt is sealed, ascending.
+    """
+
+    id: str
+    choice: int
+    root: Root
+    prompt: int
+    buffer: Tokens
+    known: int
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    boundaries: tuple[tuple[int, Kind], ...]
+    seals: bool
+    """Whether checkpoints are made of it."""
+    matches: bool
+    """Whether it may start from a checkpoint."""
+    priority: int
+    arrival: int
+    prompt_logprobs: int | None = None
+
+    computed: int = 0
+    slot: int = -1
+    lease: Lease | None = None
+    protects: Checkpoint | None = None
+    waits_for: tuple[Sequence, int] | None = None
+    inherited: int | None = None
+    matched: int = 0
+    restored: int = 0
+    kind: str | None = None
+    lost: str = ""
+    admitted: bool = False
+    preemptions: int = 0
+    scored: list[TokenLogprob] = field(default_factory=list)
+    """Log probabilities of prompt ids, as they come."""
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.buffer[: self.known]
+
+    @property
+    def outputs(self) -> int:
+        return self.known - self.prompt
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Lower runs first. A leader runs at the priority of whoever waits for it."""
+        priority = self.priority if self.inherited is None else min(self.priority, self.inherited)
+        return priority, self.arrival, self.choice
+
+    @property
+    def decoding(self) -> bool:
+        return self.outputs > 0 and self.known - self.computed <= 1
+
+    def append(self, token: int) -> None:
+        if self.known == len(self.buffer):
+            self.buffer = np.resize(self.buffer, max(2 * len(self.buffer), 64))
+        self.buffer[self.known] = token
+        self.known += 1
+
+    def stop_reason(self) -> tuple[str, int | None] | None:
+        """("stop", id) or ("length", None) if the last accepted token ends the answer."""
+        if self.outputs and self.outputs >= self.params.min_tokens:
+            last = int(self.buffer[self.known - 1])
+            if last in self.stop_ids:
+                return "stop", last
+        if self.outputs >= self.max_tokens:
+            return "length", None
+        return None
+
+    def promised(self, cache: Cache) -> int:
+        """Frames that its prompt (and a page) may still take."""
+        assert self.lease is not None
+        need = cache.frames_needed(max(self.prompt, self.known) + 1)
+        return max(0, need - len(self.lease.frames()))
+
+    def requeue(self) -> None:
+        """Back to before admission; accepted outputs stay, as part of what is known."""
+        self.slot, self.computed, self.waits_for = -1, 0, None
+        self.preemptions += 1
+        self.scored.clear()
+
+    def targets(self, start: int, end: int) -> tuple[int, ...]:
+        """Ids whose log probabilities rows [start, end) of the prompt are asked for."""
+        if self.prompt_logprobs is None:
+            return ()
+        return tuple(self.buffer[start + 1 : min(end + 1, self.prompt)].tolist())
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Boundaries that a prefill pass must not overrun."""
+        return tuple(at for at, _ in self.boundaries) if self.seals else ()
+
+    def planned(self) -> tuple[int, ...]:
+        """Boundaries that a running sequence will still seal."""
+        return tuple(at for at, _ in self.boundaries if at > self.computed)

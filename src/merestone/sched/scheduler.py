@@ -1,0 +1,384 @@
+"""Deciding what each step does: admission, chunked prefill, decoding, preemption, seals.
+
+One rule moves every sequence: compute rows [computed, end) toward ``known``. Knows counters and
+the cache's verbs. Must not know tensors, text, clocks or ranks; a plan is all that leaves here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from merestone.core.cache import Cache, Extension, Match, OutOfFrames
+from merestone.core.checkpoint import Checkpoint, Kind
+from merestone.core.geometry import anchor_of
+from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, check_disjoint
+from merestone.core.policy import pass_end
+from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
+from merestone.sched.queue import NO_MATCH, WaitingQueue
+from merestone.sched.request import Sequence
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan in the making, and what must be remembered until its result arrives."""
+
+    now: int
+    saves: list[SaveHidden] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    before: list[CopyRows | LoadHidden] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    after: list[SaveHidden] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    sealed: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
+
+    def admitted(self, slot: int) -> bool:
+        """Whether the slot's request was admitted by this very plan."""
+        return any(admit.slot == slot for admit in self.admits)
+
+    def unbind(self, slot: int) -> None:
+        """Undo what this plan says about a slot that it admits."""
+        if self.admitted(slot):
+            self.admits = [admit for admit in self.admits if admit.slot != slot]
+            self.before = [
+                order
+                for order in self.before
+                if not (isinstance(order, LoadHidden) and order.slot == slot)
+            ]
+
+    def freeze(self) -> StepPlan:
+        check_disjoint((*self.saves,))
+        check_disjoint((*self.before,))
+        check_disjoint((*self.after,))
+        return StepPlan(
+            step=self.now,
+            saves=tuple(self.saves),
+            frees=tuple(self.frees),
+            admits=tuple(self.admits),
+            before=tuple(self.before),
+            works=tuple(self.works),
+            after=tuple(self.after),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step meant for one sequence: a sampled token, or a failure."""
+
+    sequence: Sequence
+    result: WorkResult | None
+    error: str | None = None
+
+
+class Scheduler:
+    """Plans steps over one cache. One plan is in flight at a time.
+
+    ``slots``: sequences that run at once. ``token_budget``: rows of one step.
+    """
+
+    def __init__(self, cache: Cache, *, slots: int, token_budget: int) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, not {slots}")
+        if token_budget < slots:
+            raise ValueError(f"token budget {token_budget} is below the {slots} slots")
+        self.cache = cache
+        self.token_budget = token_budget
+        self.chunk = cache.spec.chunk
+        self.waiting = WaitingQueue(cache)
+        self.running: list[Sequence] = []
+        self.closing: list[tuple[Sequence, int, Checkpoint | None]] = []
+        self.free_slots = list(range(slots))
+        heapify(self.free_slots)
+        self.flight: Flight | None = None
+        self.step = 0
+        self.counters: Counter[str] = Counter()
+
+    # -- requests come and go -------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.add(seq)
+
+    @property
+    def busy(self) -> bool:
+        return bool(len(self.waiting) or self.running or self.closing)
+
+    def finish(self, seq: Sequence, kind: Kind) -> None:
+        """End a running sequence: seal where it stands; its slot is free from the next plan on.
+
+        ``kind``: RESPONSE for a finished answer (all tokens but the last returned one), ALIGNED
+        for an aborted one, so that a retry makes progress.
+        """
+        assert seq.lease is not None
+        sealed = None
+        if seq.seals and seq.computed > 0:
+            at = min(seq.computed, seq.known - 1) if kind is Kind.RESPONSE else seq.computed
+            if at == seq.computed:
+                sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, self.step)
+        self._leave(seq)
+        self.closing.append((seq, seq.slot, sealed))
+
+    def abort(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is. Its finished rows stay useful for a retry."""
+        if seq.lease is None:
+            self.waiting.remove(seq)
+        else:
+            self.finish(seq, Kind.ALIGNED)
+
+    def _leave(self, seq: Sequence) -> None:
+        assert seq.lease is not None
+        self.cache.release(seq.lease)
+        seq.lease = None
+        self.running.remove(seq)
+
+    # -- planning -------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """The next step. Empty if there is nothing to do."""
+        assert self.flight is None, "a plan is still in flight"
+        self.step += 1
+        flight = Flight(self.step)
+        self._close(flight)
+        self._admit(flight)
+        self._schedule(flight)
+        plan = flight.freeze()
+        if plan.empty and self.busy:
+            self._unstick(flight)
+            plan = flight.freeze()
+        self.flight = flight
+        return plan
+
+    def _close(self, flight: Flight) -> None:
+        for seq, slot, sealed in self.closing:
+            if sealed is not None:
+                flight.saves.append(SaveHidden(slot, sealed.at, *sealed.hidden))
+                flight.sealed.append((seq, sealed))
+            self._free(flight, slot)
+        self.closing.clear()
+
+    def _free(self, flight: Flight, slot: int) -> None:
+        flight.frees.append(slot)
+        heappush(self.free_slots, slot)
+
+    def _admit(self, flight: Flight) -> None:
+        self.waiting.protect()
+        for seq in list(self.waiting.items):
+            if not self.free_slots and not self._yield_slot(flight, seq):
+                return
+            if self.waiting.still_waits(seq):
+                continue
+            found = self.waiting.match(seq)
+            if self.waiting.must_wait(seq, found, self.running):
+                continue
+            if not self._fits(seq, found.checkpoint):
+                if self.running or flight.sealed:
+                    return  # the head waits for frames; nobody overtakes it
+                while not self._fits(seq, found.checkpoint) and self.waiting.drop_protection():
+                    pass
+                if not self._fits(seq, found.checkpoint):
+                    found = NO_MATCH
+            self._start(flight, seq, found)
+
+    def _fits(self, seq: Sequence, origin: Checkpoint | None) -> bool:
+        """Whether the prompt and a page fit beside what the running ones were promised."""
+        promised = sum(other.promised(self.cache) for other in self.running)
+        need = self.cache.frames_needed(seq.known + 1, origin)
+        return need + promised <= self.cache.available()
+
+    def _start(self, flight: Flight, seq: Sequence, found: Match) -> None:
+        origin = found.checkpoint
+        self.waiting.remove(seq)
+        seq.lease = self.cache.lease(seq.root, origin, flight.now)
+        seq.slot = heappop(self.free_slots)
+        seq.computed = origin.at if origin else 0
+        if not seq.admitted:
+            seq.admitted = True
+            seq.matched, seq.lost = found.known, found.lost
+            seq.restored = seq.computed
+            seq.kind = str(origin.kind) if origin else None
+        self.running.append(seq)
+        tokens = tuple(seq.tokens.tolist())
+        pages = self.cache.deltas(seq.lease)
+        flight.admits.append(Admit(seq.slot, tokens, seq.prompt, seq.choice, seq.params, pages))
+        if origin is not None and seq.computed == seq.known:
+            flight.before.append(LoadHidden(seq.slot, origin.at, *origin.hidden))
+
+    def _schedule(self, flight: Flight) -> None:
+        """Rows for the running ones: the first in rank, then decodes, then prefill by rank."""
+        order = sorted(self.running, key=lambda s: s.rank)
+        order = order[:1] + sorted(order[1:], key=lambda s: (not s.decoding, s.rank))
+        budget = self.token_budget
+        decodes = sum(seq.decoding for seq in order[1:])
+        for place, seq in enumerate(order):
+            if seq.lease is None:  # preempted for one before it
+                continue
+            # The first may be a long prefill; the decodes behind it keep their rows.
+            room = budget - decodes if place == 0 else budget
+            budget -= self._work(flight, seq, max(room, 1) if place == 0 else room)
+
+    def _work(self, flight: Flight, seq: Sequence, budget: int) -> int:
+        """Give one sequence its rows; returns how many."""
+        assert seq.lease is not None
+        start, end = seq.computed, seq.known
+        if start < end:
+            if budget < 1:
+                return 0
+            limit = min(end, start + budget)
+            end = pass_end(start, limit, seq.known, self.chunk, seq.stops)
+        anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
+        advance = max(anchor, anchor_of(end, self.chunk))
+        extension = self._extend(flight, seq, end, advance)
+        if extension is None:
+            return 0
+        flight.before += extension.copies
+        flight.works.append(
+            Work(
+                slot=seq.slot,
+                start=start,
+                end=end,
+                tokens=tuple(seq.buffer[start:end].tolist()),
+                pages=extension.deltas,
+                anchor=anchor,
+                anchor_frames=frames,
+                advance=advance,
+                advance_frames=extension.advance_frames,
+                sample=end == seq.known and seq.max_tokens > 0,
+                prompt_logprobs=seq.prompt_logprobs,
+                targets=seq.targets(start, end),
+            )
+        )
+        flight.sequences.append(seq)
+        self._seal(flight, seq, start, end)
+        return end - start
+
+    def _seal(self, flight: Flight, seq: Sequence, start: int, end: int) -> None:
+        """Seal the boundaries inside the pass's last open chunk, by truncation."""
+        assert seq.lease is not None
+        for at, kind in seq.boundaries if seq.seals else ():
+            if start < at <= end and anchor_of(at, self.chunk) == seq.lease.anchor:
+                sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, flight.now)
+                if sealed is not None:
+                    flight.after.append(SaveHidden(seq.slot, at, *sealed.hidden))
+                    flight.sealed.append((seq, sealed))
+
+    # -- when frames or slots are short ---------------------------------------------------------
+
+    def _extend(self, flight: Flight, seq: Sequence, end: int, advance: int) -> Extension | None:
+        assert seq.lease is not None
+        while True:
+            try:
+                return self.cache.extend(seq.lease, end, advance, flight.now)
+            except OutOfFrames:
+                if not self._make_way(flight, seq):
+                    return None
+
+    def _make_way(self, flight: Flight, seq: Sequence) -> bool:
+        """Preempt the last in rank behind ``seq``; else give up a protection. False if neither."""
+        behind = [
+            other
+            for other in self.running
+            if other.rank > seq.rank and other not in flight.sequences
+        ]
+        if behind:
+            self._preempt(flight, max(behind, key=lambda s: s.rank), None)
+            return True
+        return self.waiting.drop_protection()
+
+    def _yield_slot(self, flight: Flight, seq: Sequence) -> bool:
+        """Make a slot free for a waiting sequence of strictly better priority, by a seal."""
+        worse = [other for other in self.running if other.rank[0] > seq.rank[0]]
+        worse = [other for other in worse if other not in flight.sequences and other.computed]
+        if not worse:
+            return False
+        victim = max(worse, key=lambda s: s.rank)
+        assert victim.lease is not None
+        sealed = None
+        if victim.seals and not flight.admitted(victim.slot):
+            tokens, at = victim.tokens, victim.computed
+            sealed = self.cache.seal(victim.lease, tokens, at, Kind.ALIGNED, flight.now)
+        self._preempt(flight, victim, sealed)
+        return True
+
+    def _preempt(self, flight: Flight, seq: Sequence, sealed: Checkpoint | None) -> None:
+        """Back to the queue. Sealed, its rows are kept; unsealed, its frames become free."""
+        self._leave(seq)
+        if sealed is not None:
+            flight.saves.append(SaveHidden(seq.slot, sealed.at, *sealed.hidden))
+            flight.sealed.append((seq, sealed))
+        flight.unbind(seq.slot)
+        self._free(flight, seq.slot)
+        seq.requeue()
+        self.waiting.add(seq)
+        self.counters["preemptions"] += 1
+
+    def _unstick(self, flight: Flight) -> None:
+        """Nothing could run: the oldest starts over alone, without its match."""
+        first = min([*self.running, *self.waiting.items], key=lambda s: s.rank)
+        for seq in sorted(self.running, key=lambda s: s.rank, reverse=True):
+            self._preempt(flight, seq, None)
+        while self.waiting.drop_protection():
+            pass
+        self._start(flight, first, NO_MATCH)
+        self.counters["unstuck"] += 1
+        self._work(flight, first, self.token_budget)
+        assert flight.works, "a request that fits the pool alone could not run alone"
+
+    # -- results --------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[Outcome]:
+        """Take a step's result: publish what it sealed, count its rows, hand out its tokens."""
+        flight = self._landed()
+        bad_saves, bad_slots = set(result.bad_saves), set(result.bad_slots)
+        for seq, sealed in flight.sealed:
+            if sealed.hidden in bad_saves or (seq.slot in bad_slots and seq in flight.sequences):
+                self.cache.discard(sealed, "not_finite")
+            else:
+                self.cache.publish(sealed, flight.now)
+        outcomes = []
+        for seq, work, entry in zip(flight.sequences, flight.works, result.works, strict=True):
+            assert seq.lease is not None
+            self.cache.settle(seq.lease)
+            if work.slot in bad_slots:
+                outcomes += self._not_finite(seq)
+                continue
+            seq.computed = work.end
+            if entry.token is not None:
+                seq.append(entry.token)
+            outcomes.append(Outcome(seq, entry))
+        return outcomes
+
+    def fail(self, error: str) -> list[Outcome]:
+        """The step in flight was lost: nothing it sealed is published, its sequences end."""
+        flight = self._landed()
+        for _, sealed in flight.sealed:
+            self.cache.discard(sealed, "step_failed")
+        lost = list(self.running)
+        for seq in lost:
+            self._leave(seq)
+            self.closing.append((seq, seq.slot, None))
+        return [Outcome(seq, None, error) for seq in lost]
+
+    def skip(self) -> None:
+        """Forget an empty plan."""
+        self._landed()
+
+    def _landed(self) -> Flight:
+        assert self.flight is not None, "no plan is in flight"
+        flight, self.flight = self.flight, None
+        return flight
+
+    def _not_finite(self, seq: Sequence) -> list[Outcome]:
+        """A state that is not a number: forget where it came from and recompute; cold, give up."""
+        assert seq.lease is not None
+        origin = seq.lease.origin
+        self.counters["not_finite"] += 1
+        self._leave(seq)
+        self.closing.append((seq, seq.slot, None))
+        if origin is None:
+            return [Outcome(seq, None, "the model computed a value that is not finite")]
+        self.cache.discard(origin, "not_finite")
+        seq.requeue()
+        seq.matches = False
+        self.waiting.add(seq)
+        return []

@@ -1,0 +1,112 @@
+"""An engine over the device double, stepped by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fake_device import VOCAB, FakeDevice, oracle, small_spec
+from merestone.core.audit import audit
+from merestone.core.cache import Cache, CacheSpec
+from merestone.engine.api import EngineInfo, Event, Finished, GenerateRequest, TokenEvent
+from merestone.engine.engine import LocalEngine
+from merestone.sched.plan import SamplingParams
+from merestone.sched.scheduler import Scheduler
+
+
+@dataclass
+class Reply:
+    """Everything one request got back, by choice."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def sink(self, events: list[Event]) -> None:
+        self.events += events
+
+    def ids(self, choice: int = 0) -> list[int]:
+        return [
+            e.token for e in self.events if isinstance(e, TokenEvent) and e.choice == choice
+        ]
+
+    def finished(self, choice: int = 0) -> Finished | None:
+        for event in self.events:
+            if isinstance(event, Finished) and event.choice == choice:
+                return event
+        return None
+
+    @property
+    def restored(self) -> int:
+        end = self.finished()
+        assert end is not None
+        return end.cache.restored
+
+
+class Harness:
+    def __init__(
+        self,
+        spec: CacheSpec | None = None,
+        *,
+        slots: int = 4,
+        budget: int = 32,
+        context: int | None = None,
+        retention: str = "boundaries",
+    ) -> None:
+        self.spec = spec or small_spec()
+        self.cache = Cache(self.spec)
+        self.device = FakeDevice(self.spec)
+        self.scheduler = Scheduler(self.cache, slots=slots, token_budget=budget)
+        info = EngineInfo(
+            model="fake",
+            context_limit=context or self.cache.capacity(),
+            vocab_size=VOCAB,
+            eos_ids=(),
+            retention=retention,
+        )
+        self.now = 0.0
+        self.engine = LocalEngine(info, self.cache, self.scheduler, self.device, clock=self.clock)
+        self.count = 0
+
+    def clock(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def send(self, tokens, max_tokens: int | None = 8, **options) -> Reply:
+        self.count += 1
+        reply = Reply()
+        request = GenerateRequest(
+            id=options.pop("id", f"r{self.count}"),
+            tokens=tuple(tokens),
+            params=options.pop("params", SamplingParams()),
+            max_tokens=max_tokens,
+            **options,
+        )
+        self.engine.submit(request, reply.sink)
+        return reply
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            while self.engine.inbox:
+                self.engine.inbox.popleft()()
+            self.engine.step()
+            self.audit()
+
+    def audit(self) -> None:
+        leases = [seq.lease for seq in self.scheduler.running]
+        assert None not in leases
+        audit(self.cache, leases)
+
+    def drain(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            self.step()
+            if not self.scheduler.busy and not self.engine.inbox:
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def ask(self, tokens, max_tokens: int | None = 8, **options) -> Reply:
+        """Send one request, run to rest, check its answer against the oracle."""
+        reply = self.send(tokens, max_tokens, **options)
+        self.drain()
+        end = reply.finished()
+        assert end is not None
+        if max_tokens is not None and end.reason == "length":
+            assert reply.ids() == oracle(tokens, max_tokens)
+        return reply

@@ -1,0 +1,130 @@
+"""Random requests, aborts, failures and resets against the device double.
+
+After every step the audit re-derives each count, and the double checks every row that is read.
+At the end each answer must be the oracle's, and only checkpoints may hold frames.
+"""
+
+from __future__ import annotations
+
+import random
+
+from engine.harness import Harness, Reply
+from fake_device import oracle, small_spec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from merestone.core.audit import audit
+
+STEPS = {"count": 0}
+HEADS = [[random.Random(key).randrange(3) for _ in range(60)] for key in range(3)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        frames=st.integers(14, 90),
+        chunk=st.sampled_from([4, 8]),
+        page=st.sampled_from([2, 4, 16]),
+        open_page=st.sampled_from([1, 2, 4]),
+        anchor_frames=st.integers(1, 3),
+        slots=st.integers(1, 4),
+        budget=st.integers(4, 40),
+    )
+    def build(self, frames, chunk, page, open_page, anchor_frames, slots, budget):
+        spec = small_spec(frames, chunk, page, open_page, anchor_frames)
+        self.h = Harness(spec, slots=slots, budget=budget)
+        self.sent: dict[str, tuple[list[int], int, int, Reply]] = {}
+        self.aborted: set[str] = set()
+        self.failed = False
+
+    @rule(
+        head=st.sampled_from(HEADS),
+        cut=st.integers(1, 60),
+        tail=st.lists(st.integers(0, 2), max_size=8),
+        outputs=st.integers(1, 20),
+        marks=st.lists(st.integers(1, 60), max_size=3),
+        n=st.sampled_from([1, 1, 1, 3]),
+        cache=st.sampled_from([True, True, True, False]),
+        salt=st.sampled_from(["", "", "x"]),
+        priority=st.integers(0, 2),
+    )
+    def send(self, head, cut, tail, outputs, marks, n, cache, salt, priority):
+        limit = self.h.engine.info.context_limit
+        tokens = (head[:cut] + tail)[: max(1, limit - outputs)]
+        if len(tokens) + outputs > limit:
+            return
+        marks = sorted({m for m in marks if m <= len(tokens)})
+        name = f"s{len(self.sent)}"
+        reply = self.h.send(
+            tokens,
+            outputs,
+            id=name,
+            n=n,
+            cache=cache,
+            salt=salt,
+            priority=priority,
+            boundaries=tuple((m, "mark") for m in marks),
+        )
+        self.sent[name] = (tokens, outputs, n, reply)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        self.h.step(count)
+        STEPS["count"] += count
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.sent:
+            name = data.draw(st.sampled_from(sorted(self.sent)))
+            self.aborted.add(name)
+            self.h.engine.abort(name)
+
+    @rule()
+    def reset(self):
+        self.h.cache.reset()
+        self.h.audit()
+
+    @rule()
+    def bad_save(self):
+        self.h.device.bad_saves = True
+
+    @rule()
+    def fail(self):
+        if not self.failed:
+            self.failed = True
+            self.h.device.fail_next = True
+
+    @rule(slot=st.integers(0, 3))
+    def not_finite(self, slot):
+        self.h.device.bad_slots = {slot}
+
+    def teardown(self):
+        if not hasattr(self, "h"):
+            return
+        self.h.device.fail_next = False
+        self.h.device.bad_slots = set()
+        self.h.drain(20000)
+        for name, (tokens, outputs, n, reply) in self.sent.items():
+            for choice in range(n):
+                end = reply.finished(choice)
+                assert end is not None, f"{name} never ended"
+                wanted = oracle(tokens, outputs, choice)
+                got = reply.ids(choice)
+                assert got == wanted[: len(got)]
+                if end.reason == "length":
+                    assert got == wanted
+                else:
+                    assert end.reason == "error" or name in self.aborted
+        assert not self.h.scheduler.running
+        audit(self.h.cache, [])
+        self.h.cache.reset()
+        assert self.h.cache.free == self.h.spec.frames
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,201 @@
+"""A device double without tensors: its rows hold hashes of the token prefix that wrote them.
+
+Whatever a plan says is checked: every row that a work reads must hold exactly the prefix of the
+sequence that reads it, no work writes what another reads or writes, and copies follow launch
+order. Its tokens are a function of the prefix, so a wrong restore also shows as a wrong answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from merestone.core.cache import CacheSpec
+from merestone.core.geometry import GroupSpec
+from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden
+from merestone.sched.plan import StepPlan, StepResult, TokenLogprob, Work, WorkResult
+
+VOCAB = 50
+
+
+def extend_hash(prefix: int, token: int) -> int:
+    return hash((prefix, token, 1))
+
+
+def prefix_hashes(tokens) -> list[int]:
+    """[len + 1]: the hash of every prefix."""
+    hashes = [hash((0, 0, 0))]
+    for token in tokens:
+        hashes.append(extend_hash(hashes[-1], int(token)))
+    return hashes
+
+
+def next_token(prefix: int, choice: int = 0) -> int:
+    return hash((prefix, choice, 2)) % VOCAB
+
+
+def oracle(tokens, count: int, choice: int = 0) -> list[int]:
+    """What any correct engine answers, computed without one."""
+    prefix = prefix_hashes(tokens)[-1]
+    answer = []
+    for _ in range(count):
+        answer.append(next_token(prefix, choice))
+        prefix = extend_hash(prefix, answer[-1])
+    return answer
+
+
+def small_spec(
+    frames: int = 64, chunk: int = 8, page: int = 4, open_page: int = 2, anchor_frames: int = 2
+) -> CacheSpec:
+    groups = (GroupSpec("full", page=page), GroupSpec("open", page=open_page, open=True))
+    return CacheSpec(
+        frames=frames,
+        frame_bytes=1024,
+        groups=groups,
+        chunk=chunk,
+        anchor_frames=anchor_frames,
+        hidden_rows=4,
+    )
+
+
+@dataclass
+class FakeSlot:
+    hashes: list[int]
+    choice: int
+    tables: dict[str, dict[int, int]] = field(default_factory=dict)
+    hidden: dict[int, int] = field(default_factory=dict)
+
+    def bind(self, delta: PageDelta) -> None:
+        table = self.tables.setdefault(delta.group, {})
+        table.update(enumerate(delta.frames, delta.first))
+
+
+class FakeDevice:
+    """Runs plans against ``spec``. ``rows``: rows computed so far; ``plans``: all plans run."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.groups = {group.name: group for group in spec.groups}
+        self.memory: dict[tuple[int, object], object] = {}
+        self.slots: dict[int, FakeSlot] = {}
+        self.rows = 0
+        self.plans: list[StepPlan] = []
+        self.fail_next = False
+        self.bad_slots: set[int] = set()
+        self.bad_saves = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        bad = [self._save(order) for order in plan.saves]
+        for slot in plan.frees:
+            self.slots.pop(slot, None)
+        for admit in plan.admits:
+            assert admit.slot not in self.slots, f"slot {admit.slot} is taken"
+            self.slots[admit.slot] = slot = FakeSlot(prefix_hashes(admit.tokens), admit.choice)
+            for delta in admit.pages:
+                slot.bind(delta)
+        for order in plan.before:
+            self._before(order)
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("injected")
+        self._check_apart(plan.works)
+        for work in plan.works:
+            self._compute(work)
+        bad += [self._save(order) for order in plan.after]
+        bad_slots = tuple(sorted(self.bad_slots & {work.slot for work in plan.works}))
+        self.bad_slots = set()
+        results = tuple(self._result(work, work.slot in bad_slots) for work in plan.works)
+        saves = tuple(key for key in bad if key is not None) if self.bad_saves else ()
+        self.bad_saves = False
+        return StepResult(plan.step, results, saves, bad_slots)
+
+    def _save(self, order: SaveHidden) -> tuple[int, int]:
+        slot = self.slots[order.slot]
+        assert order.at in slot.hidden, f"slot {order.slot} has no hidden row of {order.at}"
+        self.memory[order.frame, ("hidden", order.row)] = slot.hidden[order.at]
+        return order.frame, order.row
+
+    def _before(self, order: CopyRows | LoadHidden) -> None:
+        if isinstance(order, LoadHidden):
+            value = self.memory[order.frame, ("hidden", order.row)]
+            self.slots[order.slot].hidden = {order.at: value}
+            return
+        assert 0 < order.rows <= self.groups[order.group].page
+        for row in range(self.groups[order.group].page):
+            key = (order.target, (order.group, row))
+            self.memory.pop(key, None)
+            if row < order.rows:
+                self.memory[key] = self.memory[order.source, (order.group, row)]
+
+    def _cell(self, slot: FakeSlot, group: str, position: int) -> tuple[int, object]:
+        page = self.groups[group].page
+        frame = slot.tables.get(group, {}).get(position // page)
+        assert frame is not None, f"no {group} page for row {position}"
+        return frame, (group, position % page)
+
+    def _reads(self, slot: FakeSlot, work: Work) -> dict[tuple[int, object], object]:
+        """What the work reads, and what must be there."""
+        cells = {}
+        if work.start < work.end:
+            for p in range(work.start):
+                cells[self._cell(slot, "full", p)] = slot.hashes[p + 1]
+            for p in range(work.anchor, work.start):
+                cells[self._cell(slot, "open", p)] = slot.hashes[p + 1]
+            for part, frame in enumerate(work.anchor_frames):
+                cells[frame, "anchor"] = ("anchor", part, slot.hashes[work.anchor])
+        return cells
+
+    def _writes(self, slot: FakeSlot, work: Work) -> dict[tuple[int, object], object]:
+        cells = {}
+        for p in range(work.start, work.end):
+            cells[self._cell(slot, "full", p)] = slot.hashes[p + 1]
+        for p in range(max(work.start, work.advance), work.end):
+            cells[self._cell(slot, "open", p)] = slot.hashes[p + 1]
+        for part, frame in enumerate(work.advance_frames):
+            cells[frame, "anchor"] = ("anchor", part, slot.hashes[work.advance])
+        return cells
+
+    def _check_apart(self, works: tuple[Work, ...]) -> None:
+        read_by: dict[object, int] = {}
+        written_by: dict[object, int] = {}
+        for work in works:
+            slot = self.slots[work.slot]
+            for delta in work.pages:
+                slot.bind(delta)
+            assert len(slot.hashes) > work.end, "a plan runs ahead of the known ids"
+            chunk = self.spec.chunk
+            assert work.anchor % chunk == 0 == work.advance % chunk
+            assert work.anchor <= work.start
+            assert work.anchor <= work.advance <= work.end
+            assert work.end - work.advance < chunk
+            wanted = self.spec.anchor_frames
+            assert len(work.anchor_frames) == (wanted if work.anchor else 0)
+            assert len(work.advance_frames) == (wanted if work.advance > work.anchor else 0)
+            for cell in self._reads(slot, work):
+                read_by.setdefault(cell, work.slot)
+            for cell in self._writes(slot, work):
+                assert cell not in written_by, f"{cell} is written twice"
+                written_by[cell] = work.slot
+        for cell, writer in written_by.items():
+            assert read_by.get(cell, writer) == writer, f"{cell} is read and written"
+
+    def _compute(self, work: Work) -> None:
+        slot = self.slots[work.slot]
+        for cell, wanted in self._reads(slot, work).items():
+            found = self.memory.get(cell)
+            assert found == wanted, f"{cell} holds {found}, not the row of its reader"
+        self.memory.update(self._writes(slot, work))
+        if work.start < work.end:
+            first = max(work.start, work.advance - 1)
+            slot.hidden = {p + 1: slot.hashes[p + 1] for p in range(first, work.end)}
+            self.rows += work.end - work.start
+
+    def _result(self, work: Work, bad: bool) -> WorkResult:
+        slot = self.slots[work.slot]
+        scored = tuple(TokenLogprob(target, -1.0) for target in work.targets)
+        if not work.sample or bad:
+            return WorkResult(work.slot, None, None, scored)
+        assert len(slot.hashes) == work.end + 1
+        token = next_token(slot.hidden[work.end], slot.choice)
+        slot.hashes.append(extend_hash(slot.hashes[-1], token))
+        return WorkResult(work.slot, token, None, scored)
