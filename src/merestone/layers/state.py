@@ -80,8 +80,8 @@ class StateViews(Protocol):
 class Batch:
     """The rows of one step, sequence after sequence.
 
-    ``tokens`` [N] and ``positions`` [N], int64. ``chunk`` is C. A model may cache index tensors that
-    all its layers share in ``scratch``, built once a step.
+    ``tokens`` [N] and ``positions`` [N], int64. ``chunk`` is C. A model may cache index tensors
+    that all its layers share in ``scratch``, built once a step.
     """
 
     tokens: Tensor

@@ -1,0 +1,136 @@
+"""The Kimi delta attention layer: projections, short convolution, gates, chunks, output gate.
+
+Knows its weights' roles and its state: the anchor (recurrent state, convolution tail) and the raw
+rows since it. Must not know who owns pages, nor checkpoint names (those come as a prefix).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from merestone.layers.rows import ChunkRows, chunk_rows
+from merestone.layers.state import Batch, Field, StateViews
+from merestone.layers.weights import Weights
+from merestone.ops.elementwise import l2_norm, rms, sigmoid, silu, softplus
+from merestone.ops.gemm import linear
+from merestone.ops.kda import kda_chunks
+
+_L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class KdaShape:
+    """``gate_lower_bound`` None: the softplus form of the decay (Kimi Linear)."""
+
+    hidden: int
+    heads: int
+    dim: int
+    kernel: int
+    gate_lower_bound: float | None
+    rms_eps: float
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.dim
+
+
+class KdaLayer:
+    """One layer; ``prefix`` is its weights' name up to and with the last dot."""
+
+    def __init__(self, shape: KdaShape, layer: int, prefix: str, weights: Weights) -> None:
+        self.shape = shape
+        self.layer = layer
+        width, dim, hidden = shape.width, shape.dim, shape.hidden
+        # One product for everything that reads the layer's input.
+        inputs = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
+        self._splits = (3 * width, shape.heads, dim, dim)
+        self._inputs = weights.stack(
+            tuple(f"{prefix}{name}.weight" for name in inputs),
+            (width, width, width, shape.heads, dim, dim),
+            hidden,
+        )
+        self._decay = weights.take(f"{prefix}f_b_proj.weight", (width, dim))
+        self._gate = weights.take(f"{prefix}g_b_proj.weight", (width, dim))
+        self._out = weights.take(f"{prefix}o_proj.weight", (hidden, width))
+        convs = [
+            weights.fp32(f"{prefix}{n}_conv1d.weight", (width, 1, shape.kernel)) for n in "qkv"
+        ]
+        self._conv = torch.cat(convs)[:, 0].t().contiguous()  # [kernel, 3 width]
+        self._bias = weights.fp32(f"{prefix}dt_bias", (width,)).view(shape.heads, 1, dim)
+        self._rate = weights.fp32(f"{prefix}A_log", (shape.heads,)).exp().view(-1, 1, 1)
+        self._norm = weights.fp32(f"{prefix}o_norm.weight", (dim,))
+
+    def fields(self) -> tuple[Field, ...]:
+        s, dtype = self.shape, self._out.dtype
+        return (
+            Field(self.layer, "r", "open", (3 * s.width,), dtype),
+            Field(self.layer, "gate", "open", (s.width,), dtype),
+            Field(self.layer, "beta", "open", (s.heads,), dtype),
+            Field(self.layer, "state", "anchor", (s.heads, s.dim, s.dim), torch.float32),
+            Field(self.layer, "conv", "anchor", (s.kernel - 1, 3 * s.width), dtype),
+        )
+
+    def forward(self, x: Tensor, batch: Batch, state: StateViews) -> Tensor:
+        """[N, hidden] -> [N, hidden], model dtype; writes open rows and ordered anchors."""
+        s = self.shape
+        rows = chunk_rows(batch, state, s.kernel - 1)
+        r, beta, decay, gate = torch.split(linear(x, self._inputs), self._splits, 1)
+        new = {"r": r, "gate": linear(decay, self._decay), "beta": beta}
+        tables = {name: self._table(name, value, rows, state) for name, value in new.items()}
+        q, k, v = self._convolve(tables["r"][rows.packed])
+        g = self._log_decay(self._by_head(tables["gate"][rows.inner], s.dim))
+        beta = sigmoid(tables["beta"][rows.inner].float().transpose(1, 2))
+        initial = x.new_zeros((len(rows.counts), s.heads, s.dim, s.dim), dtype=torch.float32)
+        if rows.start_frames is not None:
+            initial[rows.starts] = state.read_anchor(self.layer, "state", rows.start_frames)
+        out, states = kda_chunks(
+            q, k, v, g, beta, initial, rows.counts, rows.advances, s.gate_lower_bound
+        )
+        if rows.end_frames is not None:
+            state.write_anchor(self.layer, "state", rows.end_frames, states[rows.ends])
+            state.write_anchor(self.layer, "conv", rows.end_frames, tables["r"][rows.end_tails])
+        out = out.transpose(1, 2).reshape(-1, s.heads, s.dim)[rows.unpack]
+        gates = sigmoid(linear(gate, self._gate).float().view(-1, s.heads, s.dim))
+        out = (rms(out, s.rms_eps) * self._norm).mul_(gates)
+        return linear(out.to(x.dtype).view(-1, s.width), self._out)
+
+    def _table(self, name: str, new: Tensor, rows: ChunkRows, state: StateViews) -> Tensor:
+        """The table of one open field, after writing its new rows to their pages."""
+        view = state.rows(self.layer, name)
+        old = rows.reads.read(view)
+        rows.writes.write(view, new[rows.kept])
+        lead = None
+        if name == "r" and rows.start_frames is not None:
+            lead = new.new_zeros(len(rows.counts), self.shape.kernel - 1, new.shape[1])
+            lead[rows.starts] = state.read_anchor(self.layer, "conv", rows.start_frames)
+        return rows.table(lead, old, new)
+
+    def _convolve(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Raw rows [NC, kernel - 1 + C, 3 width] -> q, k, v [NC, H, C, dim] fp32.
+
+        Rounded once after the SiLU, as transformers does; q and k are then normalised.
+        """
+        s = self.shape
+        size = r.shape[1] - s.kernel + 1
+        r = r.float()
+        total = r[:, :size] * self._conv[0]
+        for tap in range(1, s.kernel):
+            total += r[:, tap : tap + size] * self._conv[tap]
+        mixed = self._by_head(silu(total).to(self._out.dtype), s.dim).float()
+        q, k, v = torch.split(mixed, s.heads, 1)
+        scale = s.dim**-0.5
+        return l2_norm(q, _L2_EPS).mul_(scale), l2_norm(k, _L2_EPS), v
+
+    def _log_decay(self, f: Tensor) -> Tensor:
+        """Raw gate [NC, H, C, dim] -> log decay, fp32, per head and key channel."""
+        z = f.float().add_(self._bias)
+        if self.shape.gate_lower_bound is None:
+            return softplus(z).mul_(-self._rate)
+        return sigmoid(z.mul_(self._rate)).mul_(self.shape.gate_lower_bound)
+
+    def _by_head(self, x: Tensor, dim: int) -> Tensor:
+        """[NC, C, H dim] -> [NC, H, C, dim], contiguous."""
+        return x.view(*x.shape[:2], -1, dim).transpose(1, 2).contiguous()

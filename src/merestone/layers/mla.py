@@ -1,0 +1,214 @@
+"""Multi-head latent attention without positions, with the pooled sparse index.
+
+Knows its weights' roles and its state: one latent a token, one pooled index key a pool, and the
+raw index rows of the open chunk. Must not know who owns pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from merestone.layers.spans import Group, Spans, spans
+from merestone.layers.state import Batch, Field, StateViews
+from merestone.layers.weights import Weights
+from merestone.ops.attention import TILE, attend
+from merestone.ops.elementwise import layer_norm, rms_norm
+from merestone.ops.gemm import bmm, linear
+from merestone.ops.index import choose, members, pool, pool_scores
+
+_INDEX_EPS = 1e-6
+# Rows of (token, head) in one dense block, and elements of what a sparse block gathers or scores.
+_BLOCK_ROWS = 256
+_BLOCK_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """``index_topk`` counts tokens, a multiple of ``index_pool``, the tokens of a pool."""
+
+    hidden: int
+    heads: int
+    q_rank: int
+    kv_rank: int
+    key_dim: int
+    value_dim: int
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    index_pool: int
+    rms_eps: float
+
+    @property
+    def dense_limit(self) -> int:
+        """A row that sees at most this many tokens selects them all."""
+        return self.index_topk + self.index_pool - 1
+
+    @property
+    def width(self) -> int:
+        """Keys gathered for a row that selects, in whole tiles."""
+        return -(-self.dense_limit // TILE) * TILE
+
+
+class Indexer:
+    """Chooses tokens. ``prefix`` ends in "indexer."."""
+
+    def __init__(self, shape: MlaShape, layer: int, prefix: str, weights: Weights) -> None:
+        self.shape = shape
+        self.layer = layer
+        heads, dim = shape.index_heads, shape.index_dim
+        self._query = weights.take(f"{prefix}wq_b.weight", (heads * dim, shape.q_rank))
+        inputs = ("wk.weight", "index_kpool_compress_gate", "weights_proj.weight")
+        self._splits = (dim, dim, heads)
+        self._inputs = weights.stack(
+            tuple(prefix + name for name in inputs), self._splits, shape.hidden
+        )
+        self._norm = weights.take(f"{prefix}k_norm.weight", (dim,))
+        self._shift = weights.take(f"{prefix}k_norm.bias", (dim,))
+        self._positions = weights.fp32(f"{prefix}index_kpool_compress_ape", (shape.index_pool, dim))
+
+    def fields(self) -> tuple[Field, ...]:
+        s, dtype = self.shape, self._query.dtype
+        return (
+            Field(self.layer, "pool", "full", (s.index_dim,), dtype, every=s.index_pool),
+            Field(self.layer, "kk", "open", (s.index_dim,), dtype),
+            Field(self.layer, "ga", "open", (s.index_dim,), dtype),
+        )
+
+    def forward(self, x: Tensor, residual: Tensor, plan: Spans, state: StateViews) -> Tensor | None:
+        """Choose for the rows ``plan.chosen``: tokens [n, width] int64, or None if n is 0.
+
+        x [N, hidden], residual [N, q_rank]. Keeps the batch's raw rows and the pools they complete.
+        """
+        s = self.shape
+        raw, gate, weights = torch.split(linear(x, self._inputs), self._splits, 1)
+        key = layer_norm(raw, self._norm, self._shift, _INDEX_EPS)
+        keys, gates = self._keep("kk", key, plan, state), self._keep("ga", gate, plan, state)
+        pages = state.rows(self.layer, "pool")
+        if plan.members.shape[0]:
+            plan.pool_writes.write(pages, pool(keys, gates, self._positions))
+        if not plan.sparse:
+            return None
+        query = linear(residual, self._query).float().view(-1, s.index_heads, s.index_dim)
+        weights = weights.float() * s.index_heads**-0.5
+        chosen = torch.zeros(x.shape[0], s.width, dtype=torch.int64)
+        for group in plan.sparse:
+            keys = gather(pages, group.frames, group.ends // s.index_pool, TILE)
+            room = _BLOCK_ELEMENTS // (keys.shape[0] * keys.shape[1] * s.index_heads)
+            for block in group.blocks(max(room, 8)):
+                block.put(chosen, self._choose(block, query, weights, keys))
+        return chosen[plan.chosen]
+
+    def _keep(self, name: str, rows: Tensor, plan: Spans, state: StateViews) -> Tensor:
+        """Store raw rows; return those of the pools that become complete, [n, pool, dim]."""
+        view = state.rows(self.layer, name)
+        table = torch.cat([plan.open_reads.read(view), rows])
+        plan.open_writes.write(view, rows[plan.kept])
+        return table[plan.members]
+
+    def _choose(self, block: Group, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        s = self.shape
+        scores = pool_scores(query[block.rows], weights[block.rows], keys)
+        complete = block.seen.flatten() // s.index_pool
+        best = choose(scores.flatten(0, 1), complete, s.index_topk // s.index_pool)
+        return members(best, complete, s.index_pool, s.width).view(*block.rows.shape, s.width)
+
+
+class MlaLayer:
+    """One layer; ``prefix`` is its weights' name up to and with the last dot. A layer without an
+    own index (``full`` False) uses the previous layer's choice."""
+
+    def __init__(
+        self, shape: MlaShape, layer: int, prefix: str, full: bool, weights: Weights
+    ) -> None:
+        s = self.shape = shape
+        self.layer = layer
+        self._splits = (s.q_rank, s.kv_rank)
+        self._inputs = weights.stack(
+            (f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"),
+            self._splits,
+            s.hidden,
+        )
+        self._q_norm = weights.take(f"{prefix}q_a_layernorm.weight", (s.q_rank,))
+        self._kv_norm = weights.take(f"{prefix}kv_a_layernorm.weight", (s.kv_rank,))
+        self._query = weights.take(f"{prefix}q_b_proj.weight", (s.heads * s.key_dim, s.q_rank))
+        both = weights.fp32(
+            f"{prefix}kv_b_proj.weight", (s.heads * (s.key_dim + s.value_dim), s.kv_rank)
+        ).view(s.heads, -1, s.kv_rank)
+        self._absorb = both[:, : s.key_dim].contiguous()  # [H, key_dim, kv_rank]
+        self._values = both[:, s.key_dim :].contiguous()  # [H, value_dim, kv_rank]
+        self._out = weights.take(f"{prefix}o_proj.weight", (s.hidden, s.heads * s.value_dim))
+        self.indexer = Indexer(s, layer, f"{prefix}indexer.", weights) if full else None
+
+    def fields(self) -> tuple[Field, ...]:
+        latent = Field(self.layer, "latent", "full", (self.shape.kv_rank,), self._out.dtype)
+        return (latent, *(self.indexer.fields() if self.indexer else ()))
+
+    def forward(
+        self, x: Tensor, batch: Batch, state: StateViews, selection: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, hidden] -> [N, hidden] and the tokens chosen; ``selection``: the previous layer's."""
+        s = self.shape
+        plan = spans(batch, state, s.index_pool, s.dense_limit)
+        q, kv = torch.split(linear(x, self._inputs), self._splits, 1)
+        residual = rms_norm(q, self._q_norm, s.rms_eps)
+        pages = state.rows(self.layer, "latent")
+        plan.writes.write(pages, rms_norm(kv, self._kv_norm, s.rms_eps))
+        if self.indexer is not None:
+            selection = self.indexer.forward(x, residual, plan, state)
+        query = linear(residual, self._query).float().view(-1, s.heads, s.key_dim)
+        query = bmm(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
+        mixed = torch.empty_like(query)  # [N, H, kv_rank]
+        for group in plan.dense:
+            self._dense(group, query, pages, mixed)
+        if plan.sparse:
+            assert selection is not None
+            self._sparse(plan, selection, query, pages, mixed)
+        out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
+        out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)
+        return linear(out, self._out), selection
+
+    def _dense(self, group: Group, query: Tensor, pages: Tensor, mixed: Tensor) -> None:
+        """Rows that see all tokens before them."""
+        s = self.shape
+        keys = gather(pages, group.frames, group.ends, TILE)
+        for block in group.blocks(max(_BLOCK_ROWS // s.heads, 1)):
+            count, rows = block.rows.shape
+            last = -(-int(block.seen.max()) // TILE) * TILE
+            q = query[block.rows].view(count, rows * s.heads, s.kv_rank)
+            seen = block.seen.repeat_interleave(s.heads, 1)
+            out = attend(q, keys[:, :last], seen, s.key_dim**-0.5)
+            block.put(mixed, out.view(count, rows, s.heads, s.kv_rank))
+
+    def _sparse(
+        self, plan: Spans, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor
+    ) -> None:
+        """Rows that see chosen tokens and those of the open pool, in ascending order."""
+        s = self.shape
+        page = pages.shape[1]
+        step = max(_BLOCK_ELEMENTS // (s.width * s.kv_rank), 1)
+        counts = s.index_topk + plan.seen % s.index_pool
+        for i in range(0, plan.chosen.shape[0], step):
+            part = slice(i, i + step)
+            rows, tokens, count = plan.chosen[part], selection[part], counts[part, None]
+            # Past a row's count the tokens are those of nobody: read token 0 instead.
+            tokens = tokens.masked_fill(torch.arange(s.width) >= count, 0)
+            frames = plan.frames[plan.segment[part, None], tokens // page]
+            keys = pages[frames, tokens % page].float()
+            mixed[rows] = attend(query[rows], keys, count.expand(-1, s.heads), s.key_dim**-0.5)
+
+
+def gather(pages: Tensor, frames: Tensor, ends: Tensor, multiple: int) -> Tensor:
+    """The first ``ends`` rows of several sequences: [G, S, D] fp32, zero past the ends.
+
+    pages [num_frames, rows, D], frames [G, n], ends [G]; S is the next ``multiple`` of rows. What
+    lies past an end belongs to nobody and may be anything, NaN included.
+    """
+    keys = pages[frames].flatten(1, 2)
+    size = -(-max(int(ends.max()), 1) // multiple) * multiple
+    keys = pad(keys, (0, 0, 0, size - keys.shape[1])).float()
+    outside = torch.arange(size) >= ends[:, None]
+    return keys.masked_fill_(outside[:, :, None], 0.0)

@@ -1,0 +1,69 @@
+"""Feed-forward sublayers: dense, or a mixture of experts with shared ones. They keep no state."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from merestone.layers.weights import Weights
+from merestone.ops.moe import experts, feed_forward, route
+
+
+class DenseMlp:
+    """``prefix`` is the weights' name up to and with the last dot; ``inner`` the hidden width."""
+
+    def __init__(
+        self, hidden: int, inner: int, limit: float | None, prefix: str, weights: Weights
+    ) -> None:
+        names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+        self.gate_up = weights.stack(names, (inner, inner), hidden)
+        self.down = weights.take(f"{prefix}down_proj.weight", (hidden, inner))
+        self._limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> [N, hidden]."""
+        return feed_forward(x, self.gate_up, self.down, self._limit)
+
+
+class MoeMlp:
+    """``count`` routed experts, ``chosen`` of them for a token, and one expert of the ``shared``
+    ones' joint width that sees every token unscaled (0: none)."""
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        count: int,
+        chosen: int,
+        shared: int,
+        normalise: bool,
+        scaling: float,
+        limit: float | None,
+        prefix: str,
+        weights: Weights,
+    ) -> None:
+        self._chosen = chosen
+        self._normalise = normalise
+        self._scaling = scaling
+        self._limit = limit
+        self._router = weights.fp32(f"{prefix}gate.weight", (count, hidden))
+        self._bias = weights.fp32(f"{prefix}gate.e_score_correction_bias", (count,))
+        each = [
+            DenseMlp(hidden, inner, limit, f"{prefix}experts.{i}.", weights) for i in range(count)
+        ]
+        self._gate_up = [expert.gate_up for expert in each]
+        self._down = [expert.down for expert in each]
+        self._shared = (
+            DenseMlp(hidden, inner * shared, limit, f"{prefix}shared_experts.", weights)
+            if shared
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> [N, hidden]; routed and shared results are added in fp32."""
+        ids, shares = route(
+            x, self._router, self._bias, self._chosen, self._normalise, self._scaling
+        )
+        out = experts(x, ids, shares, self._gate_up, self._down, self._limit)
+        if self._shared is not None:
+            out = out + self._shared.forward(x)
+        return out.to(x.dtype)

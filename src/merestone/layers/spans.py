@@ -1,0 +1,169 @@
+"""Which rows of a step attend to what: groups and index tensors for attention, built once a step.
+
+Knows segments, page tables and the sparse index's geometry. Must not know what a key holds. How
+rows are grouped decides only speed: a row's bits are the same in any group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from merestone.layers.rows import Places, places
+from merestone.layers.state import Batch, Segment, StateViews
+
+# A segment with at most this many rows shares a group with others of its kind.
+_FEW = 8
+_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows over the keys of G segments, the same number of rows for each.
+
+    ``frames`` [G, pages] of the segments (0 past their ends), ``ends`` [G] their lengths.
+    ``rows`` [G, R] batch rows, ``seen`` [G, R] tokens that each sees. ``real`` [G, R] or None: a
+    segment with fewer rows repeats its last one.
+    """
+
+    frames: Tensor
+    ends: Tensor
+    rows: Tensor
+    seen: Tensor
+    real: Tensor | None
+
+    def put(self, target: Tensor, values: Tensor) -> None:
+        """``values`` [G, R, ...] to rows of ``target`` [N, ...]."""
+        if self.real is None:
+            target[self.rows.flatten()] = values.flatten(0, 1)
+        else:
+            target[self.rows[self.real]] = values[self.real]
+
+    def blocks(self, rows: int) -> list[Group]:
+        """Groups of at most ``rows`` rows a segment."""
+        if self.rows.shape[1] <= rows:
+            return [self]
+        assert self.rows.shape[0] == 1, self.rows.shape
+        cuts = range(0, self.rows.shape[1], rows)
+        return [
+            Group(
+                self.frames, self.ends, self.rows[:, i : i + rows], self.seen[:, i : i + rows], None
+            )
+            for i in cuts
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """``writes``: pages of all rows of the batch. ``kept``: batch rows that go to the open pages at
+    ``open_writes``. Pools completed by the step: ``members`` [n, pool], rows of a table whose first
+    rows are read at ``open_reads`` and whose others are the batch's; written at ``pool_writes``.
+
+    ``dense``: rows that see all tokens before them. ``sparse``: rows that choose; the same rows
+    as ``chosen`` [n] with their ``segment`` and ``seen`` [n]; ``frames`` [segments, pages].
+    """
+
+    writes: Places
+    kept: Tensor
+    open_writes: Places
+    open_reads: Places
+    members: Tensor
+    pool_writes: Places
+    dense: tuple[Group, ...]
+    sparse: tuple[Group, ...]
+    chosen: Tensor
+    segment: Tensor
+    seen: Tensor
+    frames: Tensor
+
+
+def spans(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
+    """The step's spans, from ``batch.scratch`` or built. A row that sees at most ``limit`` tokens
+    is dense."""
+    found = batch.scratch.get("spans")
+    if found is None:
+        found = batch.scratch["spans"] = _build(batch, state, pool, limit)
+    assert isinstance(found, Spans)
+    return found
+
+
+def _build(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
+    segments = batch.segments
+    page, open_page = state.page("full"), state.page("open")
+    assert batch.chunk % pool == page % pool == 0, (batch.chunk, page, pool)
+    ordered = sorted(segments, key=lambda s: s.row)
+    keep = [(s, torch.arange(max(s.start, s.advance), s.end)) for s in ordered]
+    members, old, done = [], [], []
+    rows_before = sum(s.start % pool for s in ordered)
+    first_old = 0
+    for s in ordered:
+        # Table rows of positions [start - start % pool, end): a few old ones, then the batch's.
+        partial = s.start % pool
+        new = rows_before + s.row
+        table = torch.cat(
+            [torch.arange(first_old, first_old + partial), torch.arange(new, new + s.end - s.start)]
+        )
+        first_old += partial
+        complete = table.shape[0] // pool
+        members.append(table[: complete * pool].view(complete, pool))
+        old.append((s, torch.arange(s.start - partial, s.start)))
+        done.append((s, (s.start // pool + torch.arange(complete)) * pool))
+    pools = places(done, "full", page)
+    dense = [(s, s.start, min(s.end, limit)) for s in ordered if s.start < limit]
+    sparse = [(s, max(s.start, limit), s.end) for s in ordered if s.end > limit]
+    chosen = [torch.arange(first, last) + (s.row - s.start) for s, first, last in sparse]
+    none = torch.zeros(0, dtype=torch.int64)
+    return Spans(
+        writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
+        kept=torch.cat([at + (s.row - s.start) for s, at in keep]),
+        open_writes=places(keep, "open", open_page),
+        open_reads=places(old, "open", open_page),
+        members=torch.cat(members),
+        pool_writes=Places(pools.frames, pools.rows // pool),
+        dense=_groups(dense, page),
+        sparse=_groups(sparse, page),
+        chosen=torch.cat(chosen) if chosen else none,
+        segment=torch.cat([torch.full_like(c, i) for i, c in enumerate(chosen)])
+        if chosen
+        else none,
+        seen=torch.cat([torch.arange(a, b) + 1 for _, a, b in sparse]) if sparse else none,
+        frames=_frames([(s, last) for s, _, last in sparse], page),
+    )
+
+
+def _frames(parts: list[tuple[Segment, int]], page: int) -> Tensor:
+    """Frames of the full group that hold the segments' first rows, [segments, pages]; else 0."""
+    counts = [-(-end // page) for _, end in parts]
+    frames = torch.zeros(len(parts), max(counts, default=0), dtype=torch.int64)
+    for i, ((segment, _), count) in enumerate(zip(parts, counts, strict=True)):
+        frames[i, :count] = segment.pages["full"][:count]
+    return frames
+
+
+def _groups(parts: list[tuple[Segment, int, int]], page: int) -> tuple[Group, ...]:
+    """Groups of (segment, first position, last position + 1)."""
+    many = [[part] for part in parts if part[2] - part[1] > _FEW]
+    # Neighbours in length share a group, so that little of its keys is padding.
+    few = sorted((p for p in parts if p[2] - p[1] <= _FEW), key=lambda p: p[2])
+    bundles = many + [few[i : i + _GROUP] for i in range(0, len(few), _GROUP)]
+    groups = []
+    for bundle in bundles:
+        width = max(last - first for _, first, last in bundle)
+        at = torch.stack(
+            [torch.arange(first, first + width).clamp_(max=last - 1) for _, first, last in bundle]
+        )
+        shift = torch.tensor([s.row - s.start for s, _, _ in bundle])
+        counts = torch.tensor([last - first for _, first, last in bundle])
+        even = all(last - first == width for _, first, last in bundle)
+        groups.append(
+            Group(
+                frames=_frames([(s, last) for s, _, last in bundle], page),
+                ends=torch.tensor([last for _, _, last in bundle]),
+                rows=at + shift[:, None],
+                seen=at + 1,
+                real=None if even else torch.arange(width) < counts[:, None],
+            )
+        )
+    return tuple(groups)

@@ -1,0 +1,1 @@
+"""Operators: tensors in, tensors out, and every row's bits its own."""

@@ -1,0 +1,51 @@
+"""Attention over latents in the absorbed form, in tiles of keys at fixed places.
+
+Knows rows, keys and how many each row sees. Must not know pages or selections. A row's bits do not
+depend on how many masked tiles follow its own: the maximum is exact, and the tiles' sums are added
+in order, where trailing zeros change nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from merestone.ops.gemm import bmm
+
+TILE = 64
+"""Keys of a tile. A constant of the numerics, like the chunk."""
+
+
+def attend(q: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """softmax(scale q keys^T) keys over the first ``seen`` keys of each row.
+
+    Args:
+        q: [G, M, L] fp32. keys: [G, S, L] fp32, S a multiple of TILE, finite everywhere (a masked
+            key's weight is zero, but zero times NaN is NaN). seen: [G, M] int64, at least 1.
+
+    Returns:
+        [G, M, L] fp32.
+    """
+    groups, rows, dim = q.shape
+    count = keys.shape[1] // TILE
+    assert keys.shape[1] % TILE == 0, keys.shape
+    tiles = keys.reshape(groups * count, TILE, dim)
+    if groups == 1:
+        each = q.expand(count, rows, dim)
+    else:
+        each = q[:, None].expand(groups, count, rows, dim).reshape(-1, rows, dim)
+    scores = bmm(each, tiles.transpose(1, 2)).view(groups, count, rows, TILE) * scale
+    column = torch.arange(count * TILE).view(count, 1, TILE)
+    scores.masked_fill_(column >= seen[:, None, :, None], float("-inf"))
+    weights = (scores - scores.amax((1, 3), keepdim=True)).exp_()
+    total = in_order(weights.sum(-1, keepdim=True))
+    mixed = bmm(weights.view(-1, rows, TILE), tiles).view(groups, count, rows, dim)
+    return in_order(mixed).div_(total)
+
+
+def in_order(parts: Tensor) -> Tensor:
+    """[G, n, ...] -> [G, ...], summed over n from the first to the last."""
+    total = parts[:, 0].clone()
+    for i in range(1, parts.shape[1]):
+        total += parts[:, i]
+    return total

@@ -1,0 +1,75 @@
+"""The sparse index: pooled keys, their scores, and the choice of the best pools.
+
+Knows pools and rows. Must not know pages. Ties go to the lowest pool. Source: `Glm5NextTextIndexer`
+in transformers, which re-pools its whole cache at every call and leaves ties to `topk`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from merestone.ops.gemm import bmm
+
+
+def pool(keys: Tensor, gates: Tensor, positions: Tensor) -> Tensor:
+    """One key per pool: the members' mean, weighted by a softmax over them for each channel.
+
+    keys, gates [n, P, D] of the pools' members, positions [P, D] added to the gates -> [n, D] in
+    the keys' dtype; fp32 inside.
+    """
+    logits = gates.float() + positions
+    weights = (logits - logits.amax(1, keepdim=True)).exp_()
+    values = weights * keys.float()
+    total, mixed = weights[:, 0], values[:, 0]
+    for i in range(1, keys.shape[1]):
+        total, mixed = total + weights[:, i], mixed + values[:, i]
+    return (mixed / total).to(keys.dtype)
+
+
+def pool_scores(q: Tensor, weights: Tensor, pools: Tensor) -> Tensor:
+    """sum_h weights_h relu(q_h . pool / sqrt(D)), fp32.
+
+    q [G, R, H, D], weights [G, R, H], pools [G, P, D] (shared by the R rows) -> [G, R, P].
+    """
+    groups, rows, heads, dim = q.shape
+    count = pools.shape[1]
+    if groups == 1:
+        left = pools.expand(rows, count, dim)
+    else:
+        left = pools[:, None].expand(groups, rows, count, dim).reshape(-1, count, dim)
+    products = bmm(left, q.reshape(-1, heads, dim).transpose(1, 2))  # [G R, P, H]
+    products = (products * dim**-0.5).clamp_(min=0.0)
+    return products.mul_(weights.reshape(-1, 1, heads)).sum(-1).view(groups, rows, count)
+
+
+def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
+    """The ``k`` best of each row's first ``complete`` pools, ascending: [R, P], [R] -> [R, k].
+
+    Among equal scores the lowest pools are taken. ``complete`` is at least ``k``. Always k per row,
+    whatever the scores (NaN counts as lowest).
+    """
+    lowest = float("-inf")
+    outside = torch.arange(scores.shape[1]) >= complete[:, None]
+    scores = scores.masked_fill(outside | scores.isnan(), lowest)
+    # topk's values are exact; which of several equal ones it picks is not used.
+    threshold = scores.topk(k).values[:, -1:]
+    above = scores > threshold
+    equal = scores == threshold
+    wanted = k - above.sum(1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(1) <= wanted))
+    best: Tensor = taken.nonzero()[:, 1].view(-1, k)
+    return best
+
+
+def members(pools: Tensor, complete: Tensor, size: int, width: int) -> Tensor:
+    """Tokens of the chosen pools, then those of the open one: [R, k], [R] -> [R, width].
+
+    Row r's first k * size entries are members of its pools; the next size - 1 are the tokens from
+    ``complete[r] * size`` on (fewer are meant: the caller knows how many). The rest is 0.
+    """
+    rows = pools.shape[0]
+    inside = (pools[:, :, None] * size + torch.arange(size)).view(rows, -1)
+    after = complete[:, None] * size + torch.arange(size - 1)
+    tokens = torch.cat([inside, after], 1)
+    return torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]))
