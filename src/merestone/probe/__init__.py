@@ -1,0 +1,1 @@
+"""The qualification suite: what a server must show, asked over HTTP of any OpenAI-like URL."""
