@@ -21,11 +21,12 @@ from merestone.ops.solve import solve_unit_lower
 
 SUB = 16
 """Rows of a sub-block. A decay from row j to row i is exp(G_i - r) exp(r - G_j), with r from the
-later sub-block's first row, so that both exponents are at most 0; inside a sub-block it is formed
-pair by pair. Where g has a lower bound, r is the middle row's and the product serves all pairs."""
+first row of i's sub-block: never a later one, on which row i must not depend. For j in an earlier
+sub-block both exponents are at most 0. Inside a sub-block the second reaches SUB - 1 times the
+strongest decay: fine where the model bounds it, else the decay is formed pair by pair."""
 
-# Factors of at most exp(40) each: their product is finite in fp32, also where it is masked.
-_EXPONENT = 40.0
+# exp(80) times sums of keys is finite in fp32, also where it is masked.
+_EXPONENT = 80.0
 
 # Pairwise decays formed at once: bounds the memory of a long prefill, and keeps it in the cache.
 _PAIRS = 1 << 19
@@ -64,7 +65,7 @@ def kda_chunks(
     assert size % SUB == 0, size
     assert list(counts) == sorted(counts, reverse=True), counts
     assert sum(counts) == chunks, (counts, chunks)
-    bounded = lowest is not None and -lowest * SUB / 2 <= _EXPONENT
+    bounded = lowest is not None and -lowest * (SUB - 1) <= _EXPONENT
     step = max(1, _PAIRS // (heads * size * SUB * dim))
     blocks = (
         [x[i : i + step].flatten(0, 1) for x in (q, k, v, g, beta)] for i in range(0, chunks, step)
@@ -109,7 +110,7 @@ def _decayed_scores(rows: Tensor, k: Tensor, total: Tensor, bounded: bool) -> Te
     by_block = rows.view(batch, 2, blocks, SUB, dim)
     inside = total.view(batch, blocks, SUB, dim)
     # Exponents of columns that no row of the block may see are clamped: finite, then masked.
-    reference = inside[:, :, SUB // 2 : SUB // 2 + 1] if bounded else inside[:, :, :1]
+    reference = inside[:, :, :1]
     left = by_block * (inside - reference).exp_()[:, None]
     left = left.transpose(1, 2).reshape(-1, 2 * SUB, dim)
     right = (reference - total[:, None]).clamp_(max=_EXPONENT if bounded else 0.0)
