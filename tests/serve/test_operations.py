@@ -165,7 +165,8 @@ def test_metrics(model_text: ModelText) -> None:
 def test_one_log_line_a_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "merestone.request"):
         for _ in range(2):
-            server.client.completions.create(model="fake", prompt="hello", max_tokens=4)
+            answer = server.client.completions.create(model="fake", prompt="hello", max_tokens=4)
+    assert answer.id == f"cmpl-{server.engine.requests[1].id}"
     first, second = [record.getMessage() for record in caplog.records]
     assert first.startswith(server.engine.requests[0].id)
     assert "prompt=5 matched=0 restored=0 computed=5 output=4 ttft=" in first

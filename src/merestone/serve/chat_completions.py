@@ -179,7 +179,7 @@ async def fold(service: Service, call: ChatCall, flight: Flight) -> dict[str, An
             replies[step.choice].add(step, call.prompt.forced)
             usage.add(step)
     usage.reasoning = sum(reply.thinking_tokens for reply in replies)
-    answer = service.envelope("chatcmpl", "chat.completion")
+    answer = service.envelope("chatcmpl", "chat.completion", call.request)
     vocabulary = service.text.vocabulary
     answer["choices"] = [_whole(service, call, i, reply) for i, reply in enumerate(replies)]
     answer["usage"] = usage.report()
@@ -216,7 +216,7 @@ def _whole(service: Service, call: ChatCall, index: int, reply: Reply) -> dict[s
 async def chunks(service: Service, call: ChatCall, flight: Flight) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream."""
     body, usage = call.body, Usage([call.request])
-    envelope = service.envelope("chatcmpl", "chat.completion.chunk")
+    envelope = service.envelope("chatcmpl", "chat.completion.chunk", call.request)
     replies = [Reply.begin(call) for _ in range(call.request.n)]
     async for steps in flight.steps():
         for step in steps:

@@ -105,7 +105,7 @@ async def fold(service: Service, call: CompletionCall, flight: Flight) -> dict[s
             raise_failure(step)
             choices.setdefault((step.prompt, step.choice), _Choice()).add(step)
             usage.add(step)
-    answer = service.envelope("cmpl", "text_completion")
+    answer = service.envelope("cmpl", "text_completion", call.requests[0])
     answer["choices"] = [_whole(service, call, place, choices) for place in sorted(choices)]
     answer["usage"] = usage.report()
     return answer
@@ -150,7 +150,7 @@ async def chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream."""
     body, usage = call.body, Usage(call.requests)
-    envelope = service.envelope("cmpl", "text_completion")
+    envelope = service.envelope("cmpl", "text_completion", call.requests[0])
     tables: dict[tuple[int, int], LogprobTable] = {}
     async for steps in flight.steps():
         for step in steps:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,10 +78,11 @@ class Service:
                 404,
             )
 
-    def envelope(self, prefix: str, kind: str) -> dict[str, Any]:
-        """The fields that begin every answer and every chunk."""
+    def envelope(self, prefix: str, kind: str, request: GenerateRequest) -> dict[str, Any]:
+        """The fields that begin every answer and every chunk; ``request`` is the call's first, by
+        whose id the log knows it."""
         return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{request.id}",
             "object": kind,
             "created": int(time.time()),
             "model": self.options.model,

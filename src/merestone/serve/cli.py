@@ -1,0 +1,263 @@
+"""The command line: ``merestone serve``, ``merestone chat``, ``merestone tiny``.
+
+The only place that reads the environment. Every variable has an option that overrides it:
+
+| variable              | option                | meaning                                   |
+| --------------------- | --------------------- | ----------------------------------------- |
+| MERESTONE_MODEL       | MODEL_DIR             | directory of the model                    |
+| MERESTONE_HOST        | --host                | address to listen on                      |
+| MERESTONE_PORT        | --port                | port to listen on                         |
+| MERESTONE_API_KEY     | --api-key             | key that clients must send, or that we do |
+| MERESTONE_URL         | chat --url            | server to talk to                         |
+| MERESTONE_CACHE_DIR   | --cache-dir           | where the default model is written        |
+| MERESTONE_LOG_LEVEL   | --log-level           | debug, info, warning or error             |
+| XDG_CACHE_HOME        |                       | the default of MERESTONE_CACHE_DIR        |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from merestone import __version__
+from merestone.engine.build import EngineOptions, build_engine
+from merestone.models.tiny import write_tiny
+from merestone.serve.server import AddressRefused, bind, run
+from merestone.serve.service import ServerOptions, Service
+from merestone.serve.template import load_text
+from merestone.serve.terminal import Conversation, ServerRefusal
+
+app = typer.Typer(
+    name="merestone",
+    help="Serves hybrid recurrent models; its prefix cache is exact at request boundaries.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+LEVELS = ("debug", "info", "warning", "error")
+
+ApiKey = Annotated[
+    str | None, typer.Option(help="Bearer key.", envvar="MERESTONE_API_KEY", show_envvar=True)
+]
+
+
+class Failure(Exception):
+    """What ends a command with one line on stderr: 2 for usage and models, 1 for the rest."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MiB", "2GB" or "1048576".
+
+    Raises:
+        Failure: not a size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if found is None:
+        raise Failure(f"--memory: {text!r} is not a size such as 512MiB or 2GB", 2)
+    return int(float(found[1]) * UNITS[found[2] or ""])
+
+
+def default_cache_dir() -> Path:
+    """Where this platform keeps files that can be made again."""
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches"
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "merestone"
+
+
+def tiny_model(cache_dir: Path) -> Path:
+    """The directory of the default model: random weights, written once for each version."""
+    target = cache_dir / f"tiny-glm5_next-{__version__}"
+    if not target.is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # complete or absent: it is moved to its place when everything is written
+        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+            fresh = Path(scratch) / "model"
+            write_tiny(fresh, arch="glm5_next", seed=0)
+            if not target.is_dir():
+                fresh.rename(target)
+    return target
+
+
+def start_logging(level: str) -> None:
+    """Send the program's log to stderr.
+
+    Raises:
+        Failure: an unknown level.
+    """
+    if level not in LEVELS:
+        raise Failure(f"--log-level: {level!r} is not one of {', '.join(LEVELS)}", 2)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("merestone").setLevel(level.upper())
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Serves hybrid recurrent models; its prefix cache is exact at request boundaries."""
+    if version:
+        console.print(f"merestone {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    model_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Hugging Face directory. Default: a tiny random model.", envvar="MERESTONE_MODEL"
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(envvar="MERESTONE_HOST")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, envvar="MERESTONE_PORT")] = 8000,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16. Default: the model's.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Context limit in tokens. Default: the model's.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 8,
+    memory: Annotated[str, typer.Option(help="Size of the pool.")] = "512MiB",
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames of the pool, instead of --memory.")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
+    retention: Annotated[str, typer.Option(help="auto, boundaries or none.")] = "auto",
+    api_key: ApiKey = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API. Default: the directory's.")
+    ] = None,
+    cache_tokens: Annotated[
+        bool, typer.Option("--cache-tokens", help="GET /cache lists token ids: users' texts.")
+    ] = False,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin that browsers may call from.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for running requests at shutdown.")
+    ] = 10.0,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="For the default model.", envvar="MERESTONE_CACHE_DIR")
+    ] = None,
+    log_level: Annotated[str, typer.Option(envvar="MERESTONE_LOG_LEVEL")] = "info",
+) -> None:
+    """Serve a model over HTTP, compatible with OpenAI's API."""
+    start_logging(log_level)
+    options = EngineOptions(
+        dtype=dtype,
+        threads=threads,
+        max_model_len=max_model_len,
+        max_running=max_running,
+        memory=parse_size(memory),
+        token_budget=token_budget,
+        retention=retention,
+        frames=frames,
+    )
+    if model_dir is not None and not model_dir.is_dir():
+        raise Failure(f"{model_dir} is no directory", 2)
+    try:
+        listener = bind(host, port)
+    except AddressRefused as error:
+        raise Failure(str(error), 1) from error
+    with listener:
+        try:
+            directory = model_dir or tiny_model(cache_dir or default_cache_dir())
+            name = served_model_name or directory.resolve().name
+            text = load_text(directory)
+            engine = build_engine(directory, options, name)
+        except (ValueError, OSError) as error:
+            raise Failure(str(error), 2) from error
+        service = Service(
+            engine, text, ServerOptions(name, api_key, cache_tokens, tuple(cors_origin or ()))
+        )
+        address = f"[{host}]" if ":" in host else host
+        url = f"http://{address}:{listener.getsockname()[1]}"
+        console.print(f"merestone {__version__}: {name} at {url}", highlight=False, soft_wrap=True)
+        run(service, listener, grace)
+
+
+@app.command()
+def chat(
+    url: Annotated[
+        str, typer.Option(help="Any server with OpenAI's API.", envvar="MERESTONE_URL")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the server's first.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit of a reply.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Ask for thinking, or for none. Default: the template's.")
+    ] = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Talk to a server, and see after each turn what its cache restored."""
+    try:
+        with Conversation(
+            console,
+            url,
+            api_key,
+            model=model,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            thinking=thinking,
+        ) as conversation:
+            conversation.run()
+    except ServerRefusal as error:
+        raise Failure(str(error), 1) from error
+
+
+@app.command()
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
+    arch: Annotated[str, typer.Option(help="Model family.")] = "glm5_next",
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Write a tiny random checkpoint, with tokenizer and chat template."""
+    try:
+        write_tiny(directory, arch=arch, seed=seed)
+    except (ValueError, OSError) as error:
+        raise Failure(str(error), 2) from error
+    console.print(f"wrote {directory}", highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """The entry point: every error is one line."""
+    try:
+        code = app(standalone_mode=False)
+    except Failure as failure:
+        message, code = str(failure), failure.code
+    except (KeyboardInterrupt, typer.Abort):
+        message, code = "interrupted", 130
+    except Exception as error:
+        # a usage error is click's, which some versions of typer carry inside: ask for its method
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        message, code = describe(), 2
+    else:
+        sys.exit(code or 0)
+    print("merestone: error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,141 @@
+"""The command line: options, one-line errors, exit codes, a real server and its signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from merestone import __version__
+from merestone.serve import cli
+
+SOURCE = Path(__file__).parents[2] / "src"
+START = [sys.executable, "-c", "from merestone.serve.cli import main; main()"]
+
+
+def invoke(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["merestone", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = capsys.readouterr()
+    assert isinstance(end.value.code, int)
+    return end.value.code, shown.out, shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 2**29), ("2GB", 2 * 10**9), ("1.5k", 1500), ("77", 77), ("1 gib", 2**30)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert cli.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["serve", "--memory", "much"], 2, "'much' is not a size"),
+        (["serve", "--port", "x"], 2, "--port"),
+        (["serve", "--log-level", "loud"], 2, "'loud' is not one of"),
+        (["serve", "/does/not/exist"], 2, "/does/not/exist is no directory"),
+        (["serve", "--unheard-of"], 2, "--unheard-of"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["tiny", "x", "--arch", "glm9"], 2, "'glm9' is not one of"),
+        (["chat", "--url", "http://127.0.0.1:9"], 1, "127.0.0.1:9"),
+    ],
+)
+def test_errors_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, _, err = invoke(monkeypatch, capsys, *arguments)
+    assert found == code
+    assert says in err
+    assert err.startswith("merestone: error: ")
+    assert err.count("\n") == 1
+
+
+def test_version_and_tiny(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert invoke(monkeypatch, capsys, "--version")[:2] == (0, f"merestone {__version__}\n")
+    assert invoke(monkeypatch, capsys, "tiny", str(tmp_path / "t"))[0] == 0
+    assert (tmp_path / "t" / "tokenizer.json").is_file()
+    (tmp_path / "empty").mkdir()
+    code, _, err = invoke(monkeypatch, capsys, "serve", str(tmp_path / "empty"), "--port", "0")
+    assert code == 2
+    assert "no such file" in err
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = invoke(monkeypatch, capsys, "serve", "--port", port)
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+
+
+def test_the_default_model_is_written_once(tmp_path: Path) -> None:
+    first = cli.tiny_model(tmp_path)
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert cli.tiny_model(tmp_path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert list(tmp_path.iterdir()) == [first]
+
+
+@contextmanager
+def running(cache_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "MERESTONE_CACHE_DIR": str(cache_dir)}
+    command = [*START, "serve", "--port", "0", "--grace", "1", "--memory", "64MiB"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line + process.stderr.read()
+        try:
+            yield process, found[0]
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_real_server_from_start_to_signal(tmp_path: Path, sent: signal.Signals) -> None:
+    with running(tmp_path) as (process, url), httpx.Client(base_url=url, timeout=60) as http:
+        body = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        first = http.post("/v1/completions", json=body).json()
+        again = http.post("/v1/completions", json=body).json()
+        assert first["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
+        assert again["usage"]["merestone"]["restored"] == 5
+        echo = {"prompt": "hello", "max_tokens": 0, "echo": True}
+        assert http.post("/v1/completions", json=echo).json()["choices"][0]["text"] == "hello"
+        scored = {**echo, "logprobs": 2, "n": 2}
+        table = http.post("/v1/completions", json=scored).json()["choices"][1]["logprobs"]
+        assert len(table["token_logprobs"]) == 5
+        messages = [{"role": "user", "content": "hi"}]
+        chat = {"messages": messages, "max_tokens": 4, "stream": True}
+        assert http.post("/v1/chat/completions", json=chat).text.endswith("data: [DONE]\n\n")
+        assert "merestone_frames" in http.get("/metrics").text
+        assert http.get("/cache").json()["data"]
+        assert http.get("/health").status_code == 200
+        assert http.post("/cache/reset").json()["dropped"] > 0
+        process.send_signal(sent)
+        assert process.wait(30) == 0
