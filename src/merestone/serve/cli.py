@@ -1,4 +1,5 @@
-"""The command line: ``merestone serve``, ``merestone chat``, ``merestone tiny``.
+"""The command line: ``merestone serve``, ``merestone chat``, ``merestone tiny``,
+``merestone probe``.
 
 The only place that reads the environment. Every variable has an option that overrides it:
 
@@ -21,8 +22,9 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,6 +32,7 @@ from rich.console import Console
 from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.models.tiny import write_tiny
+from merestone.probe.cli import probe
 from merestone.serve.server import AddressRefused, bind, run
 from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import load_text
@@ -44,11 +47,23 @@ app = typer.Typer(
 )
 console = Console()
 
+Made = TypeVar("Made")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 LEVELS = ("debug", "info", "warning", "error")
 
 ApiKey = Annotated[
     str | None, typer.Option(help="Bearer key.", envvar="MERESTONE_API_KEY", show_envvar=True)
+]
+ModelDir = Annotated[
+    Path | None,
+    typer.Argument(help="Hugging Face directory. Default: a tiny model.", envvar="MERESTONE_MODEL"),
+]
+CacheTokens = Annotated[
+    bool, typer.Option("--cache-tokens", help="GET /cache lists token ids, which are users' texts.")
+]
+CorsOrigin = Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from.")]
+CacheDir = Annotated[
+    Path | None, typer.Option(help="For the default model.", envvar="MERESTONE_CACHE_DIR")
 ]
 
 
@@ -123,44 +138,23 @@ def root(
 
 @app.command()
 def serve(
-    model_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Hugging Face directory. Default: a tiny random model.", envvar="MERESTONE_MODEL"
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
     host: Annotated[str, typer.Option(envvar="MERESTONE_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, envvar="MERESTONE_PORT")] = 8000,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16. Default: the model's.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Context limit in tokens. Default: the model's.")
-    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Context limit.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 8,
     memory: Annotated[str, typer.Option(help="Size of the pool.")] = "512MiB",
-    frames: Annotated[
-        int | None, typer.Option(min=1, help="Frames of the pool, instead of --memory.")
-    ] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Instead of --memory.")] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries or none.")] = "auto",
     api_key: ApiKey = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name in the API. Default: the directory's.")
-    ] = None,
-    cache_tokens: Annotated[
-        bool, typer.Option("--cache-tokens", help="GET /cache lists token ids: users' texts.")
-    ] = False,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin that browsers may call from.")
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds for running requests at shutdown.")
-    ] = 10.0,
-    cache_dir: Annotated[
-        Path | None, typer.Option(help="For the default model.", envvar="MERESTONE_CACHE_DIR")
-    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
+    cache_tokens: CacheTokens = False,
+    cors_origin: CorsOrigin = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds to end requests in.")] = 10.0,
+    cache_dir: CacheDir = None,
     log_level: Annotated[str, typer.Option(envvar="MERESTONE_LOG_LEVEL")] = "info",
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
@@ -175,27 +169,41 @@ def serve(
         retention=retention,
         frames=frames,
     )
-    if model_dir is not None and not model_dir.is_dir():
-        raise Failure(f"{model_dir} is no directory", 2)
     try:
         listener = bind(host, port)
     except AddressRefused as error:
         raise Failure(str(error), 1) from error
     with listener:
-        try:
-            directory = model_dir or tiny_model(cache_dir or default_cache_dir())
-            name = served_model_name or directory.resolve().name
-            text = load_text(directory)
-            engine = build_engine(directory, options, name)
-        except (ValueError, OSError) as error:
-            raise Failure(str(error), 2) from error
-        service = Service(
-            engine, text, ServerOptions(name, api_key, cache_tokens, tuple(cors_origin or ()))
-        )
+        directory = _model_directory(model_dir, cache_dir or default_cache_dir())
+        name = served_model_name or directory.resolve().name
+        shown = ServerOptions(name, api_key, cache_tokens, tuple(cors_origin or ()))
+        service = _load(directory, options, shown)
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{listener.getsockname()[1]}"
         console.print(f"merestone {__version__}: {name} at {url}", highlight=False, soft_wrap=True)
         run(service, listener, grace)
+
+
+def _model_directory(given: Path | None, cache_dir: Path) -> Path:
+    if given is None:
+        return _or_failure(lambda: tiny_model(cache_dir))
+    if not given.is_dir():
+        raise Failure(f"{given} is no directory", 2)
+    return given
+
+
+def _load(directory: Path, options: EngineOptions, shown: ServerOptions) -> Service:
+    text = _or_failure(lambda: load_text(directory))
+    engine = _or_failure(lambda: build_engine(directory, options, shown.model))
+    return Service(engine, text, shown)
+
+
+def _or_failure(work: Callable[[], Made]) -> Made:
+    """What can be wrong with a model directory, as a failure."""
+    try:
+        return work()
+    except (ValueError, OSError) as error:
+        raise Failure(str(error), 2) from error
 
 
 @app.command()
@@ -241,6 +249,9 @@ def tiny(
     except (ValueError, OSError) as error:
         raise Failure(str(error), 2) from error
     console.print(f"wrote {directory}", highlight=False, soft_wrap=True)
+
+
+app.command()(probe)
 
 
 def main() -> None:
