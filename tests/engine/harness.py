@@ -23,9 +23,7 @@ class Reply:
         self.events += events
 
     def ids(self, choice: int = 0) -> list[int]:
-        return [
-            e.token for e in self.events if isinstance(e, TokenEvent) and e.choice == choice
-        ]
+        return [e.token for e in self.events if isinstance(e, TokenEvent) and e.choice == choice]
 
     def finished(self, choice: int = 0) -> Finished | None:
         for event in self.events:

@@ -7,6 +7,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
+
 from engine.harness import Harness, Reply
 from fake_device import oracle, small_spec
 from merestone.engine.api import EngineRefusal, Event, Finished, GenerateRequest, Started

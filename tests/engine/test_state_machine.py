@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 
-from engine.harness import Harness, Reply
-from fake_device import oracle, small_spec
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from engine.harness import Harness, Reply
+from fake_device import oracle, small_spec
 from merestone.core.audit import audit
 
 STEPS = {"count": 0}
@@ -109,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert end is not None, f"{name} never ended"
                 wanted = oracle(tokens, outputs, choice)
                 got = reply.ids(choice)
-                assert got == wanted[: len(got)]
+                assert got == wanted[: len(got)], (name, choice, end.reason)
                 if end.reason == "length":
                     assert got == wanted
                 else:
@@ -122,9 +123,11 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(
-    max_examples=150,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
+    database=None,
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

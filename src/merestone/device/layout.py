@@ -123,7 +123,9 @@ def plan_layout(
         pages = [full_page]
     pages = [page for page in pages if page % page_multiple == 0]
     if not pages:
-        raise ValueError(f"page size {full_page} is not a multiple of the index pool {page_multiple}")
+        raise ValueError(
+            f"page size {full_page} is not a multiple of the index pool {page_multiple}"
+        )
     page = min(pages, key=lambda p: (candidate(p)[0], p))
     _, frame_bytes, open_page = candidate(page)
 
@@ -148,6 +150,8 @@ def plan_layout(
         hidden_bytes=hidden_bytes,
         offsets=offsets,
         cells={key: tuple(value) for key, value in runs.items()},
-        row_bytes={home: row[home] if home == "full" else _page_bytes(homes[home], 1) for home in sizes},
+        row_bytes={
+            home: row[home] if home == "full" else _page_bytes(homes[home], 1) for home in sizes
+        },
         anchor_bytes=sum(field.bytes for field in homes["anchor"]),
     )

@@ -94,14 +94,11 @@ def assemble(model: Model, options: EngineOptions, name: str) -> LocalEngine:
         )
     for line in [*layout.explain(), f"pool {frames} frames, at most {capacity:,} tokens a request"]:
         log.info(line)
-    arena = Arena(
-        layout, model.fields(), frames, hidden_dtype=info.dtype, poison=options.poison
+    arena = Arena(layout, model.fields(), frames, hidden_dtype=info.dtype, poison=options.poison)
+    scheduler = Scheduler(cache, slots=options.max_running, token_budget=options.token_budget)
+    return LocalEngine(
+        _info(model, options, layout, capacity, name), cache, scheduler, Runner(model, arena)
     )
-    scheduler = Scheduler(
-        cache, slots=options.max_running, token_budget=options.token_budget
-    )
-    return LocalEngine(_info(model, options, layout, capacity, name), cache, scheduler,
-                       Runner(model, arena))
 
 
 def _info(

@@ -27,6 +27,7 @@ from merestone.engine.api import (
     Stats,
 )
 from merestone.engine.choice import Choice
+from merestone.engine.report import Ages, cache_view, engine_stats
 from merestone.sched.plan import StepPlan, StepResult
 from merestone.sched.request import Sequence
 from merestone.sched.scheduler import Outcome, Scheduler
@@ -65,7 +66,7 @@ class LocalEngine:
         self.requests: dict[str, list[Choice]] = {}
         self.private: set[Root] = set()
         self.counters: Counter[str] = Counter()
-        self.born: dict[int, float] = {}
+        self.ages = Ages()
         self.arrivals = 0
         self.inbox: deque[Callable[[], None]] = deque()
         self.wake = threading.Condition()
@@ -86,10 +87,12 @@ class LocalEngine:
         return self._ask(self.cache.reset)
 
     def cache_view(self) -> list[dict[str, object]]:
-        return self._ask(self._view)
+        return self._ask(
+            lambda: cache_view(self.cache, self.scheduler.step, self.ages, self.clock())
+        )
 
     def stats(self) -> Stats:
-        return self._ask(self._stats)
+        return self._ask(lambda: engine_stats(self.cache, self.scheduler, self.counters))
 
     def health(self) -> dict[str, object]:
         alive = self.thread is not None and self.thread.is_alive()
@@ -192,6 +195,8 @@ class LocalEngine:
         else:
             outcomes = self.scheduler.apply(result)
         self._report(outcomes)
+        if plan.saves or plan.after:
+            self.ages.note(self.cache, self.clock())
         return True
 
     def _report(self, outcomes: list[Outcome]) -> None:
@@ -268,23 +273,11 @@ class LocalEngine:
         del self.choices[sequence]
         left = self.requests[sequence.id]
         left.remove(choice)
-        self._count(sequence)
         if not left:
             del self.requests[sequence.id]
             if sequence.root in self.private:
                 self.private.discard(sequence.root)
                 self.cache.reset(sequence.root)
-
-    def _count(self, seq: Sequence) -> None:
-        self.counters["prompt_tokens"] += seq.prompt
-        self.counters["restored_tokens"] += seq.restored
-        self.counters["generated_tokens"] += seq.outputs
-        if not seq.matches:
-            self.counters["lookups_not_eligible"] += 1
-        elif seq.restored == seq.prompt:
-            self.counters["lookups_exact"] += 1
-        else:
-            self.counters["lookups_partial" if seq.restored else "lookups_miss"] += 1
 
     def _end_all(self) -> None:
         now = self.clock()

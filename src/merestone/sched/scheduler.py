@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from merestone.core.cache import Cache, Extension, Match, OutOfFrames
-from merestone.core.checkpoint import Checkpoint, Kind
+from merestone.core.checkpoint import Checkpoint, Kind, State
 from merestone.core.geometry import anchor_of
 from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, check_disjoint
 from merestone.core.policy import pass_end
@@ -343,6 +343,7 @@ class Scheduler:
                 outcomes += self._not_finite(seq)
                 continue
             seq.computed = work.end
+            self.counters["rows"] += work.end - work.start
             if entry.token is not None:
                 seq.append(entry.token)
             outcomes.append(Outcome(seq, entry))
@@ -377,7 +378,8 @@ class Scheduler:
         self.closing.append((seq, seq.slot, None))
         if origin is None:
             return [Outcome(seq, None, "the model computed a value that is not finite")]
-        self.cache.discard(origin, "not_finite")
+        if origin.state is State.PUBLISHED:
+            self.cache.discard(origin, "not_finite")
         seq.requeue()
         seq.matches = False
         self.waiting.add(seq)
