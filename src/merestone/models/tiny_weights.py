@@ -185,7 +185,7 @@ class _Glm5Next:
         c = self.config
         shape = (c.vocab_size, c.hidden_size)
         weight = self.normal("lm_head.weight", shape, 4.0 / math.sqrt(c.hidden_size))
-        weight[:, 0] = -80.0
+        weight[:, 0] = -28.0
         weight[32:127, 0] = weight[ord("\n"), 0] = 0.0
         weight[list(c.eos_ids), 0] = -4.0
         return weight
