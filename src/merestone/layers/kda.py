@@ -46,7 +46,7 @@ class KdaLayer:
         width, dim, hidden = shape.width, shape.dim, shape.hidden
         # One product for everything that reads the layer's input.
         inputs = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
-        self._splits = (3 * width, shape.heads, dim, dim)
+        self._splits = [3 * width, shape.heads, dim, dim]
         self._inputs = weights.stack(
             tuple(f"{prefix}{name}.weight" for name in inputs),
             (width, width, width, shape.heads, dim, dim),

@@ -62,9 +62,9 @@ class Indexer:
         heads, dim = shape.index_heads, shape.index_dim
         self._query = weights.take(f"{prefix}wq_b.weight", (heads * dim, shape.q_rank))
         inputs = ("wk.weight", "index_kpool_compress_gate", "weights_proj.weight")
-        self._splits = (dim, dim, heads)
+        self._splits = [dim, dim, heads]
         self._inputs = weights.stack(
-            tuple(prefix + name for name in inputs), self._splits, shape.hidden
+            tuple(prefix + name for name in inputs), (dim, dim, heads), shape.hidden
         )
         self._norm = weights.take(f"{prefix}k_norm.weight", (dim,))
         self._shift = weights.take(f"{prefix}k_norm.bias", (dim,))
@@ -126,10 +126,10 @@ class MlaLayer:
     ) -> None:
         s = self.shape = shape
         self.layer = layer
-        self._splits = (s.q_rank, s.kv_rank)
+        self._splits = [s.q_rank, s.kv_rank]
         self._inputs = weights.stack(
             (f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"),
-            self._splits,
+            (s.q_rank, s.kv_rank),
             s.hidden,
         )
         self._q_norm = weights.take(f"{prefix}q_a_layernorm.weight", (s.q_rank,))

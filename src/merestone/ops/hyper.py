@@ -34,12 +34,19 @@ def coefficients(
     norm = (flat * flat).mean(-1, keepdim=True).add_(rms_eps).sqrt_()
     z = linear(flat, fn).div(norm).mul_(scale).add_(base)
     gates = sigmoid(z[:, : 2 * n])
-    comb = softmax(z[:, 2 * n :].reshape(rows, n, n)).add_(eps)
-    comb.div_(comb.sum(1, keepdim=True).add_(eps))
-    for _ in range(iterations - 1):
-        comb.div_(comb.sum(2, keepdim=True).add_(eps))
-        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+    comb = _balance(softmax(z[:, 2 * n :].reshape(rows, n, n)).add_(eps), eps, iterations)
     return gates[:, :n] + eps, gates[:, n:] * 2.0, comb
+
+
+def _balance(comb: Tensor, eps: float, iterations: int) -> Tensor:
+    """Sinkhorn's iterations in place, [T, n, n]: columns first, columns last."""
+    # A scalar tensor: a Python number would be converted anew in each of the many calls.
+    little = comb.new_full((), eps)
+    comb.div_(comb.sum(1, keepdim=True).add_(little))
+    for _ in range(iterations - 1):
+        comb.div_(comb.sum(2, keepdim=True).add_(little))
+        comb.div_(comb.sum(1, keepdim=True).add_(little))
+    return comb
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def pool_scores(q: Tensor, weights: Tensor, pools: Tensor) -> Tensor:
     else:
         left = pools[:, None].expand(groups, rows, count, dim).reshape(-1, count, dim)
     products = bmm(left, q.reshape(-1, heads, dim).transpose(1, 2))  # [G R, P, H]
-    products = (products * dim**-0.5).clamp_(min=0.0)
+    scale: float = dim**-0.5
+    products = (products * scale).clamp_(min=0.0)
     return products.mul_(weights.reshape(-1, 1, heads)).sum(-1).view(groups, rows, count)
 
 
@@ -58,8 +59,8 @@ def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
     equal = scores == threshold
     wanted = k - above.sum(1, keepdim=True)
     taken = above | (equal & (equal.cumsum(1) <= wanted))
-    best: Tensor = taken.nonzero()[:, 1].view(-1, k)
-    return best
+    best: Tensor = taken.nonzero()[:, 1]
+    return best.view(-1, k)
 
 
 def members(pools: Tensor, complete: Tensor, size: int, width: int) -> Tensor:

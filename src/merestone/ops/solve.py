@@ -26,7 +26,8 @@ def eliminate(a: Tensor, b: Tensor) -> Tensor:
 
 def library(a: Tensor, b: Tensor) -> Tensor:
     """The same by BLAS (trsm)."""
-    return torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
+    x: Tensor = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
+    return x
 
 
 class Solver:
