@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from merestone.core.cache import Cache, Extension
+
+from merestone.core.cache import Cache, Extension, OutOfFrames
 from merestone.core.checkpoint import Checkpoint, Lease
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import LoadHidden, Order, PageDelta, SaveHidden, check_disjoint
@@ -78,14 +79,19 @@ class FrameContents:
         if run.lease.origin is not None:
             self.loads.append(run)
 
-    def plan(self, run: Run, end: int, anchor: int, now: int) -> Extension:
-        """Extend the lease and plan its work."""
+    def plan(
+        self, run: Run, end: int, anchor: int, now: int
+    ) -> tuple[Extension | None, OutOfFrames | None]:
+        """Extend the lease and plan its work, or say why there is no room."""
         lease = run.lease
         old = lease.anchor, lease.anchor_frames
-        extension = self.cache.extend(lease, max(lease.rows, end), anchor, now)
+        try:
+            extension = self.cache.extend(lease, max(lease.rows, end), anchor, now)
+        except OutOfFrames as refusal:
+            return None, refusal
         self.works.append(Planned(run, run.done, end, *old, extension))
         run.done = end
-        return extension
+        return extension, None
 
     def save(self, checkpoint: Checkpoint, run: Run) -> None:
         self.saves.append((checkpoint, run.digest[checkpoint.at]))

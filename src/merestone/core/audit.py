@@ -164,26 +164,26 @@ def _slabs(cache: Cache, used: list[tuple[int, int]]) -> None:
 
 
 def _appenders(cache: Cache, live: Iterable[Checkpoint], leases: Sequence[Lease]) -> None:
-    """A page's appender has it in its table, and nobody else's rows lie above the appender's."""
+    """A page's appender has it in its table, and nobody reads rows above the appender's."""
     appender = {frame: int(by) for frame, by in enumerate(cache.pool.appender.tolist()) if by}
     tables = {lease.id: lease for lease in leases}
     for frame, by in appender.items():
         assert by in tables, f"frame {frame}: its appender {by} is gone"
         held = _pages(tables[by].pages)
         assert frame in held, f"frame {frame}: not in the tables of its appender {by}"
-    for checkpoint in live:
-        for frame in _pages(checkpoint.pages):
-            by = appender.get(frame, 0)
-            assert not by or checkpoint.at <= tables[by].rows, (
-                f"frame {frame}: checkpoint {checkpoint.id} reads above its appender {by}"
-            )
+    readers = [(f"checkpoint {c.id}", c.at, c.pages) for c in live]
     for lease in leases:
-        for frame in _pages(lease.pages):
-            by = appender.get(frame, lease.id)
-            origin = lease.origin.at if lease.origin is not None else 0
-            assert by == lease.id or origin <= tables[by].rows, (
-                f"frame {frame}: lease {lease.id} reads above its appender {by}"
-            )
+        readers.append((f"lease {lease.id}", lease.rows, lease.pages))
+    for name, at, pages in readers:
+        for group in cache.spec.groups:
+            first, frames = pages[group.name]
+            for number, frame in enumerate(frames.tolist(), first):
+                if frame not in appender:
+                    continue
+                span = group.page * group.shard
+                rows = min((number + 1) * span, at - group.lag)
+                written = tables[appender[frame]].rows - group.lag
+                assert rows <= written, f"frame {frame}: {name} reads above its appender's rows"
 
 
 def _index(cache: Cache, live: Iterable[Checkpoint]) -> None:
