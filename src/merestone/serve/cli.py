@@ -180,8 +180,8 @@ def serve(
         service = _load(directory, options, shown)
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{listener.getsockname()[1]}"
-        console.print(f"merestone {__version__}: {name} at {url}", highlight=False, soft_wrap=True)
-        run(service, listener, grace)
+        line = f"merestone {__version__}: {name} at {url}"
+        run(service, listener, grace, lambda: console.print(line, highlight=False, soft_wrap=True))
 
 
 def _model_directory(given: Path | None, cache_dir: Path) -> Path:

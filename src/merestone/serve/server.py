@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -40,9 +41,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 class Server(uvicorn.Server):
     """uvicorn, with a grace period: requests in flight may end by themselves, then the engine ends
-    them and their clients get what there is. A second signal ends everything at once."""
+    them and their clients get what there is. A second signal ends everything at once.
+    ``announce`` is called when connections are accepted."""
 
-    def __init__(self, service: Service, grace: float = 10.0) -> None:
+    def __init__(
+        self, service: Service, grace: float = 10.0, announce: Callable[[], None] | None = None
+    ) -> None:
         config = uvicorn.Config(
             create_app(service),
             access_log=False,
@@ -52,6 +56,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._grace = grace
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._announce is not None:
+            self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not recorded: uvicorn would raise it again at the end, and the exit code be lost
@@ -71,6 +81,8 @@ class Server(uvicorn.Server):
             ending.cancel()
 
 
-def run(service: Service, listener: socket.socket, grace: float = 10.0) -> None:
+def run(
+    service: Service, listener: socket.socket, grace: float, announce: Callable[[], None]
+) -> None:
     """Serve until SIGINT or SIGTERM; returns when everything has ended."""
-    Server(service, grace).run(sockets=[listener])
+    Server(service, grace, announce).run(sockets=[listener])
