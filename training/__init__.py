@@ -1,0 +1,1 @@
+"""How merestone-tiny is made: data, training, export and evaluation. No part of the package."""
