@@ -12,6 +12,7 @@ from merestone.probe.context import Probe, total
 from merestone.probe.reply import Reply
 from merestone.probe.report import Check
 
+SHORTEST_PATIENCE_S = 0.1
 RUNNING = "merestone_requests_running"
 
 
@@ -50,6 +51,8 @@ async def timeout_and_retry(probe: Probe, check: Check) -> None:
     oracle = await probe.cold(prompt, 8, stream=True)
     for share in (0.6, 0.3, 0.15):
         salt, patience = probe.salt(), share * oracle.first_s
+        if patience < SHORTEST_PATIENCE_S:
+            continue
         if await probe.server.abandon(prompt, salt, patience):
             break
     else:

@@ -163,8 +163,8 @@ async def shared_memory(probe: Probe, check: Check) -> None:
         longer = prompt + probe.stream(10, number + 2)
         reply = await probe.send(longer, 1, salt)
         check.cached(reply, size, f"send {number + 1}")
-    check.equal(reply, await probe.cold(longer, 1), "the last send")
     added = (await used() - before) / sends
+    check.equal(reply, await probe.cold(longer, 1), "the last send")
     check.note("frames of a cold prompt", alone)
     check.note("frames added a send", added)
     if alone <= 0:

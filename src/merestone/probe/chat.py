@@ -152,6 +152,7 @@ async def dropped_thinking(probe: Probe, check: Check) -> None:
     talk = Conversation(probe, check)
     thought = streams.text(300, 5, seed=probe.seed)
     messages = [user("What is it?"), assistant("This.", thought)]
+    await talk.say(messages[:1], 8, "the question")
     talked = await talk.say([*messages, *tool_round(1, "a result")], 8, "with its thinking")
     check.note("L", talked.prompt_tokens)
     longer = [*messages, user("And now?")]

@@ -21,6 +21,7 @@ RENDER = f"{CHAT} render"
 ROWS: list[tuple[str, str, ladder.Row]] = [
     ("power", COLD, ladder.power),
     ("counter", IDS, ladder.honest_counter),
+    ("C46", f"{IDS} metrics", cases_reuse.shared_memory),  # while the pool has room to grow
     *((f"replay-{kind}", IDS, ladder.replay(kind)) for kind in DISTURBANCES),
     *((f"replay-{width}-at-once", IDS, ladder.replay_at(width)) for width in (4, 16)),
     ("appended", IDS, ladder.appended),
@@ -55,7 +56,6 @@ ROWS: list[tuple[str, str, ladder.Row]] = [
     ("C40", f"{RENDER} marks", chat.both_dialects),
     ("C42", IDS, cases_load.cancelled_in_queue),
     ("C44", IDS, cases_reuse.no_alternation),
-    ("C46", f"{IDS} metrics", cases_reuse.shared_memory),
     ("C47", CHAT, chat.thinking_off),
     ("C48", CHAT, chat.tool_loop),
     ("C49", COLD, cases_load.near_the_ceiling),
