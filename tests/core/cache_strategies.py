@@ -11,7 +11,7 @@ from merestone.core.geometry import GroupSpec
 @st.composite
 def group_specs(draw: st.DrawFn, chunk: int, name: str) -> GroupSpec:
     opens = draw(st.booleans())
-    page = draw(st.sampled_from([1, 2, 4] if opens else [1, 2, 4, 8]))
+    page = draw(st.sampled_from([1, 2, 4] if opens else [1, 2, 4, 4, 8, 8]))
     shard = draw(st.sampled_from([1, 2] if opens and page * 2 <= chunk else [1, 2, 4]))
     if opens and chunk % (page * shard):
         shard = 1

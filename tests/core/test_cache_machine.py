@@ -16,7 +16,7 @@ from merestone.core.audit import audit
 from merestone.core.cache import Cache, CacheSpec
 from merestone.core.checkpoint import Checkpoint, Kind, State
 
-EXAMPLES, STEPS = 500, 90
+EXAMPLES, STEPS = 450, 90
 SEEN: Counter[str] = Counter()
 EFFECTS = ("copies", "restored", "evicted", "no_room")
 
@@ -281,5 +281,5 @@ def test_the_machine_did_enough() -> None:
     assert sum(verbs.values()) >= 50_000
     assert min(verbs.values()) > 100
     assert len(verbs) == 12
-    assert min(SEEN[effect] for effect in ("copies", "restored", "evicted")) > 1000
+    assert min(SEEN[effect] for effect in ("copies", "restored", "evicted")) > 500
     assert SEEN["no_room"]

@@ -166,16 +166,17 @@ class Cache:
         assert lease.rows <= rows
         assert lease.anchor <= anchor <= rows
         assert anchor % self.spec.chunk == 0
-        moves = [
-            plan_move(group, lease, rows, anchor, self._owned(lease, group))
-            for group in self.spec.groups
-        ]
-        needed = sum(move.end - move.changed for move in moves)
+        moves: list[tuple[GroupSpec, Move]] = []
+        for group in self.spec.groups:
+            move = plan_move(group, lease, rows, anchor, self._owned(lease, group))
+            if move is not None:
+                moves.append((group, move))
+        needed = sum(move.end - move.changed for _, move in moves)
         moved = anchor > lease.anchor
         self._make_room(needed, self._fresh_anchor(lease) if moved else 0, lease)
         copies: list[CopyRows] = []
         deltas: list[PageDelta] = []
-        for group, move in zip(self.spec.groups, moves, strict=True):
+        for group, move in moves:
             self._apply(lease, group, move, copies, deltas)
         lease.rows = rows
         if moved:
@@ -220,7 +221,7 @@ class Cache:
                 same.kind = kind
             return None
         try:
-            self._make_room(int(self.hidden.full), 0, lease)
+            self.shelf.make_room(int(self.hidden.full))
         except OutOfFrames:
             self.counters.no_room += 1
             return None
@@ -344,8 +345,6 @@ class Cache:
     ) -> None:
         first, frames = lease.pages[group.name]
         kept = slice(min(move.begin - first, frames.size), move.changed - first)
-        if move.end == move.changed and kept.start == 0:
-            return
         fresh = self.pool.take(move.end - move.changed, lease.id)
         self.pool.appender[fresh] = lease.id
         if move.copied:

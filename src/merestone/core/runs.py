@@ -23,27 +23,30 @@ class Move(NamedTuple):
     copied: int
 
 
-def plan_move(group: GroupSpec, lease: Lease, rows: int, anchor: int, owned: bool) -> Move:
-    """What it takes to hold ``rows`` tokens with an anchor at ``anchor``.
+def plan_move(group: GroupSpec, lease: Lease, rows: int, anchor: int, owned: bool) -> Move | None:
+    """What it takes to hold ``rows`` tokens with an anchor at ``anchor``; None: the run stays.
 
     ``owned``: the lease is the appender of its last page. The first row to be written is decided
     per group: with a lag it may fall into a page that is full for the other groups.
     """
+    span, lag = group.span, group.lag
     first, frames = lease.pages[group.name]
     floor = group.floor(anchor)
-    begin = floor // group.span
+    begin = floor // span
     stop = first + frames.size
-    if frames.size:
-        # A restored window starts at its boundary's, above the floor of its anchor.
-        begin = max(begin, first)
-    else:
+    if not frames.size:
         stop = begin
-    present, last = max(0, lease.rows - group.lag), max(0, rows - group.lag)
-    end = max(begin, -(-last // group.span))
-    partial = present % group.span
+    elif begin < first:
+        # A restored window starts at its boundary's, above the floor of its anchor.
+        begin = first
+    present, last = max(0, lease.rows - lag), max(0, rows - lag)
+    end = max(begin, -(-last // span))
+    partial = present % span
     if last > present and partial and begin < stop and not owned:
         # If a long pass leaves no row of this page inside the window, there is nothing to copy.
         return Move(begin, stop - 1, end, partial if present > floor else 0)
+    if end == stop and (begin == first or not frames.size):
+        return None
     return Move(begin, max(begin, stop), end, 0)
 
 
