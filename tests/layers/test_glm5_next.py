@@ -1,0 +1,235 @@
+"""The row-invariance law on the whole model: equal bits, whatever the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from layers.arena_double import Arena, Sequence, fork, step
+from merestone.models.config import Glm5NextConfig
+from merestone.models.glm5_next import Glm5Next
+from merestone.models.tiny_weights import draw
+
+VOCAB = 320
+CONFIG = Glm5NextConfig(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    num_layers=5,
+    layer_types=("kda", "kda", "mla", "kda", "mla"),
+    mlp_types=("dense", "moe", "moe", "moe", "moe"),
+    indexer_types=("full",) * 5,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_experts=8,
+    experts_per_token=2,
+    num_shared_experts=1,
+    routed_scaling=2.5,
+    norm_topk=True,
+    n_group=1,
+    topk_group=1,
+    num_heads=4,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    index_heads=16,
+    index_head_dim=16,
+    index_topk=32,
+    index_kpool=4,
+    kda_heads=4,
+    kda_head_dim=16,
+    conv_kernel=4,
+    gate_lower_bound=-5.0,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    hc_eps=1e-6,
+    swiglu_limit=10.0,
+    rms_eps=1e-5,
+    max_length=4096,
+    eos_ids=(0,),
+    tie_embeddings=False,
+)
+DENSE = dataclasses.replace(CONFIG, index_topk=512)
+SOFTPLUS = dataclasses.replace(CONFIG, gate_lower_bound=None)
+ADJACENT = dataclasses.replace(
+    CONFIG,
+    layer_types=("kda", "kda", "kda", "mla", "mla"),
+    indexer_types=("full", "full", "full", "full", "shared"),
+)
+CASES = {
+    "dense": (DENSE, torch.float32),
+    "sparse": (CONFIG, torch.float32),
+    "softplus": (SOFTPLUS, torch.float32),
+    "shared": (ADJACENT, torch.float32),
+    "bf16": (CONFIG, torch.bfloat16),
+}
+
+
+def build(config: Glm5NextConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Glm5Next:
+    shared = [i for i, kind in enumerate(config.indexer_types) if kind == "shared"]
+    without = tuple(f"layers.{i}.self_attn.indexer." for i in shared)
+    tensors = {name: w for name, w in draw(config, seed) if not name.startswith(without)}
+    return Glm5Next(config, tensors, dtype)
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The size of the thread pool: 1 unless the test asks for another."""
+    before = torch.get_num_threads()
+    count: int = getattr(request, "param", 1)
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
+
+
+each_pool = pytest.mark.parametrize("threads", [1, 2], indirect=True, ids=["1 thread", "2 threads"])
+
+
+def text(count: int, seed: int) -> list[int]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (count,), generator=source).tolist()
+
+
+def whole(model: Glm5Next, ids: list[int]) -> Tensor:
+    """Hidden rows of one pass, alone, in an arena of its own."""
+    return step(model, Arena(model.fields(), 64), [(Sequence(ids), len(ids))])[0]
+
+
+def in_parts(model: Glm5Next, ids: list[int], parts: list[int], seed: int = 0) -> Tensor:
+    """Hidden rows of a pass cut into ``parts``, now and then with a late anchor."""
+    arena = Arena(model.fields(), 64, seed)
+    sequence = Sequence(ids)
+    out = []
+    for i, count in enumerate(parts):
+        # A late anchor leaves at most two chunks of open rows.
+        may = sequence.length + count - sequence.anchor < 2 * 64
+        out += step(model, arena, [(sequence, count)], [may and (i + seed) % 3 == 0])
+    return torch.cat(out)
+
+
+def cuts(total: int, most: int, seed: int) -> list[int]:
+    source = torch.Generator().manual_seed(seed)
+    parts: list[int] = []
+    while sum(parts) < total:
+        part = int(torch.randint(1, most + 1, (1,), generator=source))
+        parts.append(min(part, total - sum(parts)))
+    return parts
+
+
+@each_pool
+@pytest.mark.parametrize("case", CASES)
+def test_any_split_has_the_bits_of_one_pass(case: str) -> None:
+    model = build(*CASES[case])
+    ids = text(300, 1)
+    expected = whole(model, ids)
+    assert torch.isfinite(expected).all()
+    for seed, most in ((1, 150), (2, 40)):
+        assert torch.equal(in_parts(model, ids, cuts(300, most, seed), seed), expected)
+
+
+@pytest.mark.parametrize("case", ["dense", "sparse", "bf16"])
+def test_token_by_token(case: str) -> None:
+    model = build(*CASES[case])
+    ids = text(150, 2)
+    expected = whole(model, ids)
+    assert torch.equal(in_parts(model, ids, [1] * 150), expected)
+    assert torch.equal(in_parts(model, ids, [61] + [1] * 9 + [80], 1), expected)
+
+
+@each_pool
+@pytest.mark.parametrize("case", ["dense", "sparse", "bf16"])
+def test_batch_mates_do_not_matter(case: str) -> None:
+    """Ragged sequences in one arena, in changing company and order."""
+    model = build(*CASES[case])
+    texts = [text(n, 10 + n) for n in (1, 5, 63, 64, 65, 130, 200, 260)]
+    expected = [whole(model, ids) for ids in texts]
+    arena = Arena(model.fields(), 200)
+    sequences = [Sequence(ids) for ids in texts]
+    got: list[list[Tensor]] = [[] for _ in texts]
+    source = torch.Generator().manual_seed(3)
+    while True:
+        left = [i for i, s in enumerate(sequences) if s.length < len(s.ids)]
+        if not left:
+            break
+        order = [left[int(i)] for i in torch.randperm(len(left), generator=source)]
+        work = []
+        for i in order[: 1 + int(torch.randint(len(order), (1,), generator=source))]:
+            most = [1, 3, 90][int(torch.randint(3, (1,), generator=source))]
+            room = len(sequences[i].ids) - sequences[i].length
+            work.append((i, min(most, room)))
+        outs = step(model, arena, [(sequences[i], n) for i, n in work])
+        for (i, _), out in zip(work, outs, strict=True):
+            got[i].append(out)
+    for parts, right in zip(got, expected, strict=True):
+        assert torch.equal(torch.cat(parts), right)
+
+
+def test_forks_share_pages_and_keep_their_bits() -> None:
+    """Two continuations from one boundary inside a page, a pool and a chunk, while the parent goes
+    on filling the shared page."""
+    model = build(*CASES["sparse"])
+    head = text(150, 4)
+    texts = [head + text(60, 5 + i) for i in range(3)]
+    arena = Arena(model.fields(), 200)
+    parent = Sequence(texts[0])
+    step(model, arena, [(parent, 70)])
+    step(model, arena, [(parent, 80)])
+    children = [fork(parent, ids) for ids in texts[1:]]
+    outs = [step(model, arena, [(parent, 60)])[0]]
+    outs += step(model, arena, [(child, 60) for child in children])
+    for ids, out in zip(texts, outs, strict=True):
+        assert torch.equal(out, whole(model, ids)[150:])
+
+
+def test_rejected_rows_are_truncations() -> None:
+    """Rows computed for tokens that are then replaced leave no trace."""
+    model = build(*CASES["sparse"])
+    ids = text(200, 6)
+    expected = whole(model, ids)
+    arena = Arena(model.fields(), 64)
+    sequence = Sequence(ids)
+    out = step(model, arena, [(sequence, 120)])
+    while sequence.length < 180:
+        at = sequence.length
+        # Two right tokens, three wrong ones; the anchor waits for what is accepted.
+        sequence.ids = ids[: at + 2] + text(3, at) + ids[at + 5 :]
+        rows = step(model, arena, [(sequence, 5)], [True])[0]
+        out.append(rows[:2])
+        sequence.ids, sequence.length = ids, at + 2
+    out += step(model, arena, [(sequence, 200 - sequence.length)])
+    assert torch.equal(torch.cat(out), expected)
+
+
+def test_a_wrong_head_changes_the_output() -> None:
+    """Power: with the same last 64 tokens, eight other heads give eight other rows."""
+    for config in (CONFIG, DENSE):
+        model = build(config)
+        tail = text(64, 7)
+        right = model.logits(whole(model, text(130, 8) + tail)[-1:])
+        for seed in range(8):
+            wrong = model.logits(whole(model, text(130, 20 + seed) + tail)[-1:])
+            assert (wrong - right).abs().max() > 1e-3
+
+
+def test_logits_are_row_invariant() -> None:
+    model = build(CONFIG)
+    hidden = whole(model, text(70, 9))
+    logits = model.logits(hidden)
+    assert logits.dtype == torch.float32
+    for rows in (slice(0, 1), slice(5, 22), slice(69, 70)):
+        assert torch.equal(model.logits(hidden[rows]), logits[rows])
+
+
+def test_refuses_a_shared_index_after_kda() -> None:
+    config = dataclasses.replace(CONFIG, indexer_types=("full", "full", "shared", "full", "full"))
+    with pytest.raises(ValueError, match="layer 2 shares"):
+        build(config)
+
+
+def test_refuses_expert_groups() -> None:
+    with pytest.raises(ValueError, match="n_group is 2"):
+        build(dataclasses.replace(CONFIG, n_group=2))
