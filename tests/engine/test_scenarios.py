@@ -36,7 +36,7 @@ def test_exact_replay_runs_no_row(length: int) -> None:
 
 def test_next_turn_restores_all_but_the_last_token() -> None:
     h = Harness(small_spec(frames=200))
-    history = stream(13, 2)
+    history, known = stream(13, 2), 0
     for turn in range(6):
         reply = h.ask(history, 9)
         if turn:
@@ -63,8 +63,8 @@ def test_reuse_does_not_depend_on_the_budget() -> None:
         prompt = stream(90, 1)
         h.ask(prompt, 2, boundaries=((30, "instruction"), (61, "turn")))
         assert h.ask(prompt, 2).restored == 90
-        assert h.ask(prompt[:61] + [1, 2], 2).restored == 61
-        assert h.ask(prompt[:30] + [1, 2], 2).restored == 30
+        assert h.ask([*prompt[:61], 1, 2], 2).restored == 61
+        assert h.ask([*prompt[:30], 1, 2], 2).restored == 30
 
 
 def test_divergence_inside_a_page_uses_no_foreign_row() -> None:
@@ -110,8 +110,8 @@ def test_single_flight_computes_a_shared_prefix_once() -> None:
 def test_a_follower_leads_when_its_leader_is_aborted() -> None:
     h = Harness(small_spec(frames=300), budget=8)
     head = stream(64, 1)
-    leader = h.send(head + [1], 5, boundaries=((64, "instruction"),))
-    follower = h.send(head + [2], 5, boundaries=((64, "instruction"),))
+    leader = h.send([*head, 1], 5, boundaries=((64, "instruction"),))
+    follower = h.send([*head, 2], 5, boundaries=((64, "instruction"),))
     h.step(3)
     h.engine.abort("r1")
     h.drain()
@@ -125,9 +125,9 @@ def test_the_leader_inherits_priority() -> None:
     h = Harness(small_spec(frames=300), slots=4, budget=8)
     head = stream(64, 1)
     other = h.send(stream(80, 9), 2, priority=1)
-    h.send(head + [1], 2, priority=5, boundaries=((64, "instruction"),))
+    h.send([*head, 1], 2, priority=5, boundaries=((64, "instruction"),))
     h.step()
-    urgent = h.send(head + [2], 2, priority=0, boundaries=((64, "instruction"),))
+    urgent = h.send([*head, 2], 2, priority=0, boundaries=((64, "instruction"),))
     while urgent.finished() is None:
         h.step()
     assert other.finished() is None
@@ -256,7 +256,7 @@ def test_continuations_together_keep_their_neighbours_states() -> None:
     h = Harness(small_spec(frames=used + 24), slots=4, budget=64)
     for key in range(6):
         h.ask(stream(48, key), 1)
-    replies = [h.send(stream(48, key) + [3, 4], 2) for key in range(4)]
+    replies = [h.send([*stream(48, key), 3, 4], 2) for key in range(4)]
     h.drain()
     assert [r.restored for r in replies] == [48] * 4
     assert h.scheduler.counters["preemptions"] == 0

@@ -13,6 +13,8 @@ from merestone.layers.state import Field
 ALIGN = 64
 """Every field of a page, and every frame, starts at a multiple of this many bytes."""
 SMALLEST_PAGE, LARGEST_PAGE = 16, 4096
+SLACK = 1.3
+"""Larger pages mean fewer entries to keep; a boundary may pin this much more for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ def plan_layout(
 
     A frame holds exactly one full page; the open page is the largest power of two of rows that
     fits (at most a chunk). The choice minimises the bytes that one boundary pins on its own: its
-    anchor, half a chunk of open rows, and one part-filled full page.
+    anchor, half a chunk of open rows, and one part-filled full page; of the sizes that come close
+    to the least, the largest is taken.
 
     Raises:
         ValueError: no page size fits, or ``full_page`` is not a usable one.
@@ -126,7 +129,8 @@ def plan_layout(
         raise ValueError(
             f"page size {full_page} is not a multiple of the index pool {page_multiple}"
         )
-    page = min(pages, key=lambda p: (candidate(p)[0], p))
+    least = min(candidate(page)[0] for page in pages)
+    page = max(page for page in pages if candidate(page)[0] <= SLACK * least)
     _, frame_bytes, open_page = candidate(page)
 
     sizes = {"full": page, "open": open_page}

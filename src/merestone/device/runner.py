@@ -14,7 +14,7 @@ from merestone.device.arena import Arena
 from merestone.device.slots import Slot
 from merestone.layers.state import Batch
 from merestone.models.interface import CHUNK, Model
-from merestone.ops.sampler import logprobs, sample
+from merestone.ops.sampler import greedy, logprob, plain_greedy, sample
 from merestone.sched.plan import StepPlan, StepResult, TokenLogprob, Work, WorkResult
 
 LOGIT_ROWS = 64
@@ -106,7 +106,7 @@ class Runner:
             logits = self.model.logits(hidden[start : start + LOGIT_ROWS])
             targets = work.targets[start : start + LOGIT_ROWS]
             for row, target in zip(logits, targets, strict=True):
-                scored.append(logprobs(row, target, work.prompt_logprobs))
+                scored.append(logprob(row, target, work.prompt_logprobs))
         return tuple(scored)
 
     # -- sampling -------------------------------------------------------------------------------
@@ -120,20 +120,34 @@ class Runner:
             assert hidden is not None
             assert self.slots[work.slot].hidden_at == work.end
             rows.append(hidden[-1])
-        logits = self.model.logits(torch.stack(rows)) if rows else None
         results: dict[int, WorkResult] = {}
-        for index, work in enumerate(sampling):
-            assert logits is not None
-            row, slot = logits[index], self.slots[work.slot]
-            if not bool(torch.isfinite(row).all()):
-                bad.add(work.slot)
-                continue
-            token = sample(row, slot.params, slot.tokens, slot.prompt, work.end, slot.choice)
-            wanted = slot.params.logprobs
-            entry = logprobs(row, token, wanted) if wanted is not None else None
-            results[work.slot] = WorkResult(work.slot, token, entry)
-            slot.tokens.append(token)
+        if rows:
+            logits = self.model.logits(torch.stack(rows))
+            finite = torch.isfinite(logits).all(1).tolist()
+            best = greedy(logits).tolist()
+            for index, work in enumerate(sampling):
+                if finite[index]:
+                    results[work.slot] = self._draw(logits[index], best[index], work)
+                else:
+                    bad.add(work.slot)
         return [self._result(work, results) for work in works]
+
+    def _draw(self, row: Tensor, best: int, work: Work) -> WorkResult:
+        """The token of position ``work.end``; ``best`` is that of the raw logits."""
+        slot = self.slots[work.slot]
+        params, token = slot.params, best
+        if not plain_greedy(params):
+            token = sample(
+                row,
+                params,
+                prompt=torch.tensor(slot.tokens[: slot.prompt]),
+                output=torch.tensor(slot.tokens[slot.prompt :], dtype=torch.int64),
+                position=work.end,
+                choice=slot.choice,
+            )
+        entry = None if params.logprobs is None else logprob(row, token, params.logprobs)
+        slot.tokens.append(token)
+        return WorkResult(work.slot, token, entry)
 
     def _result(self, work: Work, results: dict[int, WorkResult]) -> WorkResult:
         slot = self.slots[work.slot]

@@ -19,6 +19,7 @@ from merestone.core.cache import Cache
 from merestone.core.checkpoint import Kind, Root
 from merestone.core.policy import boundaries_to_seal
 from merestone.engine.api import (
+    CacheBusy,
     EngineInfo,
     EngineRefusal,
     Event,
@@ -84,6 +85,8 @@ class LocalEngine:
         self._post(lambda: self._abort(request_id))
 
     def reset_cache(self) -> int:
+        if self.broken is not None:
+            raise CacheBusy(f"the engine has stopped: {self.broken}")
         return self._ask(self.cache.reset)
 
     def cache_view(self) -> list[dict[str, object]]:
@@ -138,7 +141,14 @@ class LocalEngine:
             )
 
     def _post(self, action: Callable[[], None]) -> None:
+        """Hand an action to the engine's thread.
+
+        Raises:
+            EngineRefusal: the engine has stopped and would never take it.
+        """
         with self.wake:
+            if self.stopping:
+                raise EngineRefusal("engine_stopped", "the engine has stopped")
             self.inbox.append(action)
             self.wake.notify()
 
@@ -166,19 +176,28 @@ class LocalEngine:
                     self.wake.wait()
                 actions = list(self.inbox)
                 self.inbox.clear()
-            for action in actions:
-                action()
-            if self.stopping:
-                self._end_all()
-                return
             try:
-                self.step()
+                for action in actions:
+                    action()
+                if not self.stopping:
+                    self.step()
             except Exception as error:
                 # Nothing is trusted after a failure in deciding: end, say so, publish nothing.
                 log.exception("the engine stopped")
                 self.broken = f"{type(error).__name__}: {error}"
-                self._end_all()
+            if self.stopping or self.broken is not None:
+                self._close()
                 return
+
+    def _close(self) -> None:
+        """No new actions; those already posted still get their answer, then everything ends."""
+        with self.wake:
+            self.stopping = True
+            actions = list(self.inbox)
+            self.inbox.clear()
+        for action in actions:
+            action()
+        self._end_all()
 
     def step(self) -> bool:
         """Plan, run and report one step. False if there was nothing to do."""
@@ -224,8 +243,6 @@ class LocalEngine:
 
     def _add(self, request: GenerateRequest, sink: Sink) -> None:
         now = self.clock()
-        if self.broken is not None or self.stopping:
-            return
         shared = request.cache and self.info.retention != "none"
         root: Root = ("", request.salt) if shared else ("private", request.id)
         prompt = len(request.tokens)
