@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from merestone.core.cache import CacheSpec
 from merestone.core.geometry import GroupSpec
+
+# The same examples everywhere, and no clock: a failure on one machine is one on all.
+settings.register_profile(
+    "core",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+PROFILE = settings.get_profile("core")
 
 
 @st.composite

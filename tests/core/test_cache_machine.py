@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cache_strategies import cache_specs
+from cache_strategies import PROFILE, cache_specs
 from frame_contents import FrameContents, Run
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -258,14 +258,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.finish("reset")
 
 
-CacheMachine.TestCase.settings = settings(
-    max_examples=EXAMPLES,
-    stateful_step_count=STEPS,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+CacheMachine.TestCase.settings = settings(PROFILE, max_examples=EXAMPLES, stateful_step_count=STEPS)
 
 
 class TestCacheMachine(CacheMachine.TestCase):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cache_strategies import cache_specs
-from hypothesis import HealthCheck, given, settings
+from cache_strategies import PROFILE, cache_specs
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_caches import make, run, tokens
 
@@ -15,13 +15,7 @@ from merestone.core.cache import Cache, CacheSpec
 from merestone.core.checkpoint import Checkpoint, Kind, Lease
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(PROFILE, max_examples=300)
 @given(spec=cache_specs(), data=st.data())
 def test_a_lone_request_within_capacity_always_finds_room(spec: CacheSpec, data: st.DataObject):
     """However it is cut into passes, whatever it seals, wherever it is restored."""

