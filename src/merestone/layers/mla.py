@@ -79,7 +79,7 @@ class Indexer:
         )
 
     def forward(self, x: Tensor, residual: Tensor, plan: Spans, state: StateViews) -> Tensor | None:
-        """Choose for the rows ``plan.chosen``: tokens [n, width] int64, or None if n is 0.
+        """Choose tokens for the sparse rows: [N, width] int64, or None if there are none.
 
         x [N, hidden], residual [N, q_rank]. Keeps the batch's raw rows and the pools they complete.
         """
@@ -94,13 +94,13 @@ class Indexer:
             return None
         query = linear(residual, self._query).float().view(-1, s.index_heads, s.index_dim)
         weights = weights.float() * s.index_heads**-0.5
-        chosen = torch.zeros(x.shape[0], s.width, dtype=torch.int64)
+        chosen = torch.empty(x.shape[0], s.width, dtype=torch.int64)
         for group in plan.sparse:
             keys = gather(pages, group.frames, group.ends // s.index_pool, TILE)
             room = _BLOCK_ELEMENTS // (keys.shape[0] * keys.shape[1] * s.index_heads)
             for block in group.blocks(max(room, 8)):
                 block.put(chosen, self._choose(block, query, weights, keys))
-        return chosen[plan.chosen]
+        return chosen
 
     def _keep(self, name: str, rows: Tensor, plan: Spans, state: StateViews) -> Tensor:
         """Store raw rows; return those of the pools that become complete, [n, pool, dim]."""
@@ -164,9 +164,9 @@ class MlaLayer:
         mixed = torch.empty_like(query)  # [N, H, kv_rank]
         for group in plan.dense:
             self._dense(group, query, pages, mixed)
-        if plan.sparse:
+        for group in plan.sparse:
             assert selection is not None
-            self._sparse(plan, selection, query, pages, mixed)
+            self._sparse(group, selection, query, pages, mixed)
         out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)
         return linear(out, self._out), selection
@@ -184,21 +184,29 @@ class MlaLayer:
             block.put(mixed, out.view(count, rows, s.heads, s.kv_rank))
 
     def _sparse(
-        self, plan: Spans, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor
+        self, group: Group, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor
     ) -> None:
         """Rows that see chosen tokens and those of the open pool, in ascending order."""
         s = self.shape
         page = pages.shape[1]
-        step = max(_BLOCK_ELEMENTS // (s.width * s.kv_rank), 1)
-        counts = s.index_topk + plan.seen % s.index_pool
-        for i in range(0, plan.chosen.shape[0], step):
-            part = slice(i, i + step)
-            rows, tokens, count = plan.chosen[part], selection[part], counts[part, None]
+        # Many rows choose from the same keys: bring those together first.
+        keys = gather(pages, group.frames, group.ends, TILE)[0] if group.long else None
+        room = _BLOCK_ELEMENTS // (group.rows.shape[0] * s.width * s.kv_rank)
+        for block in group.blocks(max(room, 1)):
+            counts = (s.index_topk + block.seen % s.index_pool).view(-1, 1)
+            tokens = selection[block.rows].view(-1, s.width)
             # Past a row's count the tokens are those of nobody: read token 0 instead.
-            tokens = tokens.masked_fill(torch.arange(s.width) >= count, 0)
-            frames = plan.frames[plan.segment[part, None], tokens // page]
-            keys = pages[frames, tokens % page].float()
-            mixed[rows] = attend(query[rows], keys, count.expand(-1, s.heads), s.key_dim**-0.5)
+            tokens = tokens.masked_fill(torch.arange(s.width) >= counts, 0)
+            if keys is not None:
+                chosen = keys.index_select(0, tokens.flatten())
+            else:
+                tokens = tokens.view(block.rows.shape[0], -1)
+                frames = block.frames.gather(1, tokens // page)
+                chosen = pages[frames, tokens % page].float()
+            q = query[block.rows.flatten()]
+            chosen = chosen.view(q.shape[0], s.width, s.kv_rank)
+            out = attend(q, chosen, counts.expand(-1, s.heads), s.key_dim**-0.5)
+            block.put(mixed, out.view(*block.rows.shape, s.heads, s.kv_rank))
 
 
 def gather(pages: Tensor, frames: Tensor, ends: Tensor, multiple: int) -> Tensor:

@@ -6,7 +6,7 @@ rows are grouped decides only speed: a row's bits are the same in any group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Group:
 
     ``frames`` [G, pages] of the segments (0 past their ends), ``ends`` [G] their lengths.
     ``rows`` [G, R] batch rows, ``seen`` [G, R] tokens that each sees. ``real`` [G, R] or None: a
-    segment with fewer rows repeats its last one.
+    segment with fewer rows repeats its last one. ``long``: one segment, with many rows.
     """
 
     frames: Tensor
@@ -33,6 +33,7 @@ class Group:
     rows: Tensor
     seen: Tensor
     real: Tensor | None
+    long: bool
 
     def put(self, target: Tensor, values: Tensor) -> None:
         """``values`` [G, R, ...] to rows of ``target`` [N, ...]."""
@@ -45,13 +46,15 @@ class Group:
         """Groups of at most ``rows`` rows a segment."""
         if self.rows.shape[1] <= rows:
             return [self]
-        assert self.rows.shape[0] == 1, self.rows.shape
-        cuts = range(0, self.rows.shape[1], rows)
+        parts = [slice(i, i + rows) for i in range(0, self.rows.shape[1], rows)]
         return [
-            Group(
-                self.frames, self.ends, self.rows[:, i : i + rows], self.seen[:, i : i + rows], None
+            replace(
+                self,
+                rows=self.rows[:, part],
+                seen=self.seen[:, part],
+                real=None if self.real is None else self.real[:, part],
             )
-            for i in cuts
+            for part in parts
         ]
 
 
@@ -61,8 +64,7 @@ class Spans:
     ``open_writes``. Pools completed by the step: ``members`` [n, pool], rows of a table whose first
     rows are read at ``open_reads`` and whose others are the batch's; written at ``pool_writes``.
 
-    ``dense``: rows that see all tokens before them. ``sparse``: rows that choose; the same rows
-    as ``chosen`` [n] with their ``segment`` and ``seen`` [n]; ``frames`` [segments, pages].
+    ``dense``: rows that see all tokens before them. ``sparse``: rows that choose.
     """
 
     writes: Places
@@ -73,10 +75,6 @@ class Spans:
     pool_writes: Places
     dense: tuple[Group, ...]
     sparse: tuple[Group, ...]
-    chosen: Tensor
-    segment: Tensor
-    seen: Tensor
-    frames: Tensor
 
 
 def spans(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
@@ -113,8 +111,6 @@ def _build(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
     pools = places(done, "full", page)
     dense = [(s, s.start, min(s.end, limit)) for s in ordered if s.start < limit]
     sparse = [(s, max(s.start, limit), s.end) for s in ordered if s.end > limit]
-    chosen = [torch.arange(first, last) + (s.row - s.start) for s, first, last in sparse]
-    none = torch.zeros(0, dtype=torch.int64)
     return Spans(
         writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
         kept=torch.cat([at + (s.row - s.start) for s, at in keep]),
@@ -124,12 +120,6 @@ def _build(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
         pool_writes=Places(pools.frames, pools.rows // pool),
         dense=_groups(dense, page),
         sparse=_groups(sparse, page),
-        chosen=torch.cat(chosen) if chosen else none,
-        segment=torch.cat([torch.full_like(c, i) for i, c in enumerate(chosen)])
-        if chosen
-        else none,
-        seen=torch.cat([torch.arange(a, b) + 1 for _, a, b in sparse]) if sparse else none,
-        frames=_frames([(s, last) for s, _, last in sparse], page),
     )
 
 
@@ -164,6 +154,7 @@ def _groups(parts: list[tuple[Segment, int, int]], page: int) -> tuple[Group, ..
                 rows=at + shift[:, None],
                 seen=at + 1,
                 real=None if even else torch.arange(width) < counts[:, None],
+                long=width > _FEW,
             )
         )
     return tuple(groups)

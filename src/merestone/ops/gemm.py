@@ -22,6 +22,8 @@ ROWS = 16
 """Rows of the reference block."""
 
 MAX_ROWS = 512
+_LEAST_ROWS = 4
+_SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
 _DRAWS = 3
 _ALIGNMENT = 64
 # Elements of the operands in one batched call: bounds both the check's time and the memory.
@@ -70,7 +72,7 @@ class Products:
         self._mm = mm
         self._bmm = bmm
         self._units: dict[Shape, int] = {}
-        self._rows: dict[tuple[Shape, int], int] = {}
+        self._rows: dict[tuple[Shape, int, int], int] = {}
         self._batches: dict[tuple[Shape, int, int], int] = {}
         self._checked: dict[tuple[Shape, int, int], bool] = {}
 
@@ -99,7 +101,7 @@ class Products:
         if rows > MAX_ROWS:
             parts = [self.bmm(part, b) for part in torch.split(a, MAX_ROWS, dim=1)]
             return torch.cat(parts, dim=1)
-        block = max(ROWS, _at_least(rows))
+        block = self._block(shape, rows, 1) if rows < ROWS else _at_least(rows)
         if shared:
             one = aligned(pad(a[0], (0, 0, 0, block - rows)))
             a = one.expand(batch, block, k)
@@ -139,16 +141,18 @@ class Products:
 
     # What is safe --------------------------------------------------------------------------
 
-    def _block(self, shape: Shape, rows: int) -> int:
-        """Rows of the block in which ``rows`` rows are best computed."""
-        wanted = min(_at_least(rows), MAX_ROWS)
-        block = self._rows.get((shape, wanted))
+    def _block(self, shape: Shape, rows: int, batch: int = 0) -> int:
+        """Rows of the block in which ``rows`` rows are best computed; ``batch`` 0: plainly."""
+        wanted = max(min(_at_least(rows), MAX_ROWS), _LEAST_ROWS)
+        block = self._rows.get((shape, wanted, batch))
         if block is None:
-            block = self._unit(shape)
-            size = max(wanted, ROWS)
-            while size > block and not self._safe(shape, size, 0):
-                size //= 2
-            block = self._rows[shape, wanted] = max(block, size)
+            # A few rows need not fill the reference block, many may go beyond it.
+            sizes = [size for size in _SIZES if wanted <= size < ROWS]
+            sizes += [size for size in reversed(_SIZES) if ROWS < size <= wanted]
+            safe = (size for size in sizes if self._safe(shape, size, batch))
+            block = self._rows[shape, wanted, batch] = next(
+                safe, ROWS if batch else self._unit(shape)
+            )
         return block
 
     def _unit(self, shape: Shape) -> int:
