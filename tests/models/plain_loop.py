@@ -56,6 +56,10 @@ class PlainState:
     def write_anchor(self, layer: int, name: str, frames: Tensor, value: Tensor) -> None:
         self.anchors[layer, name][frames[:, 0]] = value
 
+    def open_rows(self) -> list[Tensor]:
+        """The memory of every open field, [frames, rows of a page, *shape]."""
+        return [self._rows[key] for key in self._open]
+
     def full_table(self, end: int) -> Tensor:
         """Frames of the pages of rows [0, end), -1 after them. Pages run backwards in memory."""
         count = self._pages("full")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -137,3 +138,27 @@ def test_tokenizer(tmp_path: Path) -> None:
     shown = tokenizer.decode(expected[:19], skip_special_tokens=True)
     assert shown == "".join(CONTROL[7:])
     json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+def test_transformers_reads_the_tokenizer(tmp_path: Path) -> None:
+    """The reference tokenizer gives the same ids and renders the same template."""
+    write_tiny(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Größe?"},
+        {"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "size", "arguments": {"of": "é", "n": 1}}},
+        ]},
+        {"role": "tool", "content": "3"},
+    ]  # fmt: skip
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "[gMASK]<sop><|system|>Be brief.<|user|>Größe?<|assistant|><think>hm</think><tool_call>size"
+        "<arg_key>of</arg_key><arg_value>é</arg_value><arg_key>n</arg_key><arg_value>1</arg_value>"
+        "</tool_call><|observation|><tool_response>3</tool_response><|assistant|>"
+    )
+    tokens = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokens == ours.encode(text).ids
+    assert theirs.eos_token_id == EOS_IDS[0]
