@@ -109,9 +109,9 @@ def test_turns_instructions_and_forks_in_the_sparse_regime() -> None:
 
 
 def test_preempted_equals_undisturbed() -> None:
-    real = Real(tiny(), frames=330, max_running=4, token_budget=128)
-    prompts = [stream(60 + 20 * i, 40 + i) for i in range(4)]
-    replies = [real.send(p, 150) for p in prompts]
+    real = Real(tiny(), frames=160, max_running=4, token_budget=128)
+    prompts = [stream(20 + 5 * i, 40 + i) for i in range(4)]
+    replies = [real.send(p, 90) for p in prompts]
     real.drain()
     assert real.engine.scheduler.counters["preemptions"] > 0
     for prompt, reply in zip(prompts, replies, strict=True):

@@ -23,6 +23,7 @@ from merestone.sched.scheduler import Scheduler
 
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SMALL_WEIGHTS = 256 << 20
 RETENTIONS = ("auto", "boundaries", "none")
 
 
@@ -57,12 +58,17 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
         raise ValueError(f"retention {options.retention!r} is not one of {', '.join(RETENTIONS)}")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
-    if options.threads is not None:
-        # Part of the configuration: bits may depend on it, so it never changes afterwards.
-        torch.set_num_threads(options.threads)
+    # Part of the configuration: bits may depend on it, so it never changes afterwards.
+    torch.set_num_threads(options.threads or default_threads(directory))
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = load_model(directory, dtype, options.max_model_len)
     return assemble(model, options, name or directory.name)
+
+
+def default_threads(directory: Path) -> int:
+    """One thread for small models, where waking a second one costs more than it computes."""
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return 1 if weights < SMALL_WEIGHTS else torch.get_num_threads()
 
 
 def assemble(model: Model, options: EngineOptions, name: str) -> LocalEngine:
@@ -92,23 +98,24 @@ def assemble(model: Model, options: EngineOptions, name: str) -> LocalEngine:
             f"memory of {frames} frames of {layout.frame_bytes:,} B holds no request at all: "
             f"one token takes {cache.frames_needed(1)} frames; raise --memory"
         )
-    for line in [*layout.explain(), f"pool {frames} frames, at most {capacity:,} tokens a request"]:
+    limit = min(info.max_length, capacity)
+    for line in [*layout.explain(), f"pool {frames} frames, at most {limit:,} tokens a request"]:
         log.info(line)
     arena = Arena(layout, model.fields(), frames, hidden_dtype=info.dtype, poison=options.poison)
     scheduler = Scheduler(cache, slots=options.max_running, token_budget=options.token_budget)
     return LocalEngine(
-        _info(model, options, layout, capacity, name), cache, scheduler, Runner(model, arena)
+        _info(model, options, layout, limit, name), cache, scheduler, Runner(model, arena)
     )
 
 
 def _info(
-    model: Model, options: EngineOptions, layout: Layout, capacity: int, name: str
+    model: Model, options: EngineOptions, layout: Layout, limit: int, name: str
 ) -> EngineInfo:
     info = model.info
     auto = options.retention == "auto"
     return EngineInfo(
         model=name,
-        context_limit=min(info.max_length, capacity),
+        context_limit=limit,
         vocab_size=info.vocab_size,
         eos_ids=info.eos_ids,
         retention="boundaries" if auto else options.retention,
