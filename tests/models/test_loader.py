@@ -81,6 +81,9 @@ def test_dtype_of_the_embedding_when_none_is_named(tmp_path: Path) -> None:
     del config["dtype"], config["text_config"]["dtype"]
     path.write_text(json.dumps(config))
     assert load_model(tmp_path).info.dtype is torch.bfloat16
+    change(tmp_path, **{"model.language_model.embed_tokens.weight": None})
+    with pytest.raises(LoadError, match=r"embed_tokens\.weight is missing"):
+        load_model(tmp_path)
 
 
 def test_float16_weights_are_computed_exactly(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def _load_glm5_next(directory: Path, dtype: torch.dtype | None, max_length: int 
     if loaded.skipped:
         log.info("%s: %d tensors skipped: %s", directory, len(loaded.skipped), loaded.skipped[:8])
     if dtype is None:
-        dtype = read_dtype(directory) or loaded.weights["embed_tokens.weight"].dtype
+        embedding = loaded.weights.get("embed_tokens.weight")
+        dtype = read_dtype(directory) or (torch.float32 if embedding is None else embedding.dtype)
     if dtype == torch.float16:
         dtype = torch.float32
     try:
