@@ -2,7 +2,7 @@
 
 The library's sigmoid, silu, softplus and rsqrt treat the last, part-filled vector of a tensor
 differently from the rest. ``exp``, ``log1p``, ``sqrt`` and division do not (on contiguous memory),
-nor do sums over the last dimension up to 16,384 elements: everything here is built from those.
+nor do sums over a contiguous last dimension of up to 16,384: everything here is built from those.
 Products and sums stay separate calls, since a fused multiply-add would round once.
 """
 
@@ -40,6 +40,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
 
 def rms(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension; fp32 in and out."""
+    x = x.contiguous()
     return x / (x * x).mean(-1, keepdim=True).add_(eps).sqrt_()
 
 
@@ -53,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm over the last dimension, in fp32, rounded once to ``x``'s dtype."""
-    wide = x.float()
+    wide = x.float().contiguous()
     centred = wide - wide.mean(-1, keepdim=True)
     scaled = rms(centred, eps) * weight.float()
     return scaled.add_(bias.float()).to(x.dtype)
@@ -61,10 +62,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def l2_norm(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension; fp32 in and out."""
+    x = x.contiguous()
     return x / (x * x).sum(-1, keepdim=True).add_(eps).sqrt_()
 
 
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension, fp32."""
+    x = x.contiguous()
     weights = (x - x.amax(-1, keepdim=True)).exp_()
     return weights.div_(weights.sum(-1, keepdim=True))

@@ -49,8 +49,8 @@ def kda_chunks(
     every sequence, then chunk 1 of those that have one, and so on.
 
     Args:
-        q, k: [NC, H, C, K] fp32, l2-normalised, q scaled. Rows past a sequence's end: any finite
-            values (they come after every row that is read).
+        q, k: [NC, H, C, K] fp32, l2-normalised, q scaled. Rows past a sequence's end may be
+            anything of this kind: they come after every row that is read.
         v: [NC, H, C, V]. g: [NC, H, C, K] log decays, at most 0. beta: [NC, H, C].
         state: [NS, H, K, V] fp32, before each sequence's first chunk.
         advances: for each sequence the number of (full) chunks after which its state is wanted;

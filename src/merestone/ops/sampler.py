@@ -106,7 +106,9 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 def gumbel(size: int, seed: int, choice: int, position: int) -> Tensor:
     """Standard Gumbel noise, [size] fp64, a function of the arguments alone (Philox)."""
-    source = np.random.Philox(key=[seed & _WORD, choice & _WORD], counter=[0, 0, position, 0])
+    # Arrays: numpy would turn a list with a large number into floats.
+    key = np.array([seed & _WORD, choice & _WORD], dtype=np.uint64)
+    source = np.random.Philox(key=key, counter=np.array([0, 0, position, 0], dtype=np.uint64))
     # In the open interval (0, 1): both logarithms are finite.
     uniform = ((source.random_raw(size) >> np.uint64(11)) + 0.5) * 2.0**-53
     return torch.from_numpy(-np.log(-np.log(uniform)))
