@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers.arena_double import Arena, Sequence, fork, step
 from merestone.models.config import Glm5NextConfig
@@ -213,6 +215,70 @@ def test_a_wrong_head_changes_the_output() -> None:
         for seed in range(8):
             wrong = model.logits(whole(model, text(130, 20 + seed) + tail)[-1:])
             assert (wrong - right).abs().max() > 1e-3
+
+
+def test_a_broken_state_stays_in_its_sequence() -> None:
+    """NaN in one sequence's anchor reaches its own rows alone, through router and index as well."""
+    model = build(CONFIG)
+    texts = [text(150, seed) for seed in (40, 41, 42)]
+    arena = Arena(model.fields(), 64)
+    sequences = [Sequence(ids) for ids in texts]
+    step(model, arena, [(s, 100) for s in sequences])
+    frame = sequences[1].anchor_frame
+    assert frame is not None
+    arena.rows(0, "state")[frame] = float("nan")
+    outs = step(model, arena, [(s, 50) for s in sequences])
+    assert outs[1].isnan().any()
+    for i in (0, 2):
+        assert torch.equal(outs[i], whole(model, texts[i])[100:])
+
+
+# What a step may dispatch. Not here, because their bits depend on place, size or threads: sigmoid,
+# silu, softplus, rsqrt, softmax, matmul, einsum, addmm, addcmul.
+ALLOWED = {
+    # Data and views.
+    "_local_scalar_dense", "alias", "arange", "cat", "chunk", "clone", "contiguous", "copy_",
+    "detach_", "diagonal", "empty", "empty_like", "expand", "flatten", "gather", "index",
+    "index_put_", "index_select", "item", "lift_fresh", "new_empty", "new_full", "new_zeros",
+    "pad", "permute", "repeat_interleave", "reshape", "resolve_conj", "resolve_neg", "select",
+    "slice", "split", "split_with_sizes", "stack", "t", "to", "transpose", "unfold",
+    "unsqueeze", "view", "zeros",
+    # Integers, comparisons, exact values.
+    "__and__", "__or__", "abs", "amax", "bincount", "clamp", "clamp_", "cumsum", "eq",
+    "floor_divide", "ge", "gt", "isnan", "le", "masked_fill", "masked_fill_", "max", "min",
+    "neg", "nonzero", "remainder", "sort", "topk",
+    # Rounded once, elementwise.
+    "add", "add_", "div", "div_", "exp", "exp_", "log1p_", "mul", "mul_", "reciprocal_",
+    "rsub", "sqrt_", "sub",
+    # Products, solves and sums over a last dimension, as their modules check them.
+    "bmm", "linalg_solve_triangular", "mean", "mm", "sum",
+}  # fmt: skip
+
+
+class Dispatched(TorchDispatchMode):
+    """Collects the names of the ATen operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_dispatches_only_named_operators(case: str) -> None:
+    model = build(*CASES[case])
+    seen = Dispatched()
+    # The first use of a shape draws random numbers for its check.
+    for watch in (nullcontext(), seen):
+        arena = Arena(model.fields(), 64)
+        sequences = [Sequence(text(150, seed)) for seed in (1, 2)]
+        with watch:
+            for count in (100, 1):
+                step(model, arena, [(s, count) for s in sequences])
+    assert seen.names - ALLOWED == set()
 
 
 def test_logits_are_row_invariant() -> None:

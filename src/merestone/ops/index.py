@@ -38,9 +38,9 @@ def pool_scores(q: Tensor, weights: Tensor, pools: Tensor) -> Tensor:
         left = pools.expand(rows, count, dim)
     else:
         left = pools[:, None].expand(groups, rows, count, dim).reshape(-1, count, dim)
-    products = bmm(left, q.reshape(-1, heads, dim).transpose(1, 2))  # [G R, P, H]
     scale: float = dim**-0.5
-    products = (products * scale).clamp_(min=0.0)
+    right = (q * scale).reshape(-1, heads, dim).transpose(1, 2)
+    products = bmm(left, right).clamp_(min=0.0)  # [G R, P, H]
     return products.mul_(weights.reshape(-1, 1, heads)).sum(-1).view(groups, rows, count)
 
 
