@@ -77,22 +77,23 @@ class KdaLayer:
         """[N, hidden] -> [N, hidden], model dtype; writes open rows and ordered anchors."""
         s = self.shape
         rows = chunk_rows(batch, state, s.kernel - 1)
+        chunks, anchors = rows.chunks, rows.anchors
         r, beta, decay, gate = torch.split(linear(x, self._inputs), self._splits, 1)
         new = {"r": r, "gate": linear(decay, self._decay), "beta": beta}
         tables = {name: self._table(name, value, rows, state) for name, value in new.items()}
-        q, k, v = self._convolve(tables["r"][rows.packed])
-        g = self._log_decay(self._by_head(tables["gate"][rows.inner], s.dim))
-        beta = sigmoid(tables["beta"][rows.inner].float().transpose(1, 2))
-        initial = x.new_zeros((len(rows.counts), s.heads, s.dim, s.dim), dtype=torch.float32)
-        if rows.start_frames is not None:
-            initial[rows.starts] = state.read_anchor(self.layer, "state", rows.start_frames)
+        q, k, v = self._convolve(tables["r"][chunks.packed])
+        g = self._log_decay(self._by_head(tables["gate"][chunks.inner], s.dim))
+        beta = sigmoid(tables["beta"][chunks.inner].float().transpose(1, 2))
+        initial = x.new_zeros((len(chunks.counts), s.heads, s.dim, s.dim), dtype=torch.float32)
+        if anchors.sources is not None:
+            initial[anchors.starts] = state.read_anchor(self.layer, "state", anchors.sources)
         out, states = kda_chunks(
-            q, k, v, g, beta, initial, rows.counts, rows.advances, s.gate_lower_bound
+            q, k, v, g, beta, initial, chunks.counts, anchors.advances, s.gate_lower_bound
         )
-        if rows.end_frames is not None:
-            state.write_anchor(self.layer, "state", rows.end_frames, states[rows.ends])
-            state.write_anchor(self.layer, "conv", rows.end_frames, tables["r"][rows.end_tails])
-        out = out.transpose(1, 2).reshape(-1, s.heads, s.dim)[rows.unpack]
+        if anchors.targets is not None:
+            state.write_anchor(self.layer, "state", anchors.targets, states[anchors.ends])
+            state.write_anchor(self.layer, "conv", anchors.targets, tables["r"][anchors.tails])
+        out = out.transpose(1, 2).reshape(-1, s.heads, s.dim)[chunks.unpack]
         gates = sigmoid(linear(gate, self._gate).float().view(-1, s.heads, s.dim))
         out = (rms(out, s.rms_eps) * self._norm).mul_(gates)
         return linear(out.to(x.dtype).view(-1, s.width), self._out)
@@ -103,9 +104,10 @@ class KdaLayer:
         old = rows.reads.read(view)
         rows.writes.write(view, new[rows.kept])
         lead = None
-        if name == "r" and rows.start_frames is not None:
-            lead = new.new_zeros(len(rows.counts), self.shape.kernel - 1, new.shape[1])
-            lead[rows.starts] = state.read_anchor(self.layer, "conv", rows.start_frames)
+        anchors = rows.anchors
+        if name == "r" and anchors.sources is not None:
+            lead = new.new_zeros(len(anchors.advances), self.shape.kernel - 1, new.shape[1])
+            lead[anchors.starts] = state.read_anchor(self.layer, "conv", anchors.sources)
         return rows.table(lead, old, new)
 
     def _convolve(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:

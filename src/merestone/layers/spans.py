@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from merestone.layers.rows import Places, places
+from merestone.layers.rows import Places, batch_rows, kept_rows, places
 from merestone.layers.state import Batch, Segment, StateViews
 
 # A segment with at most this many rows shares a group with others of its kind.
@@ -92,35 +92,42 @@ def _build(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
     page, open_page = state.page("full"), state.page("open")
     assert batch.chunk % pool == page % pool == 0, (batch.chunk, page, pool)
     ordered = sorted(segments, key=lambda s: s.row)
-    keep = [(s, torch.arange(max(s.start, s.advance), s.end)) for s in ordered]
-    members, old, done = [], [], []
-    rows_before = sum(s.start % pool for s in ordered)
-    first_old = 0
-    for s in ordered:
-        # Table rows of positions [start - start % pool, end): a few old ones, then the batch's.
-        partial = s.start % pool
-        new = rows_before + s.row
-        table = torch.cat(
-            [torch.arange(first_old, first_old + partial), torch.arange(new, new + s.end - s.start)]
-        )
-        first_old += partial
-        complete = table.shape[0] // pool
-        members.append(table[: complete * pool].view(complete, pool))
-        old.append((s, torch.arange(s.start - partial, s.start)))
-        done.append((s, (s.start // pool + torch.arange(complete)) * pool))
-    pools = places(done, "full", page)
+    keep = kept_rows(ordered)
     dense = [(s, s.start, min(s.end, limit)) for s in ordered if s.start < limit]
     sparse = [(s, max(s.start, limit), s.end) for s in ordered if s.end > limit]
+    open_reads, members, pool_writes = _pools(ordered, pool, page, open_page)
     return Spans(
         writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
-        kept=torch.cat([at + (s.row - s.start) for s, at in keep]),
+        kept=batch_rows(keep),
         open_writes=places(keep, "open", open_page),
-        open_reads=places(old, "open", open_page),
-        members=torch.cat(members),
-        pool_writes=Places(pools.frames, pools.rows // pool),
+        open_reads=open_reads,
+        members=members,
+        pool_writes=pool_writes,
         dense=_groups(dense, page),
         sparse=_groups(sparse, page),
     )
+
+
+def _pools(
+    segments: list[Segment], pool: int, page: int, open_page: int
+) -> tuple[Places, Tensor, Places]:
+    """The pools that the step completes: ``open_reads``, ``members``, ``pool_writes`` of Spans."""
+    partial = [s.start % pool for s in segments]
+    first_old, first_new = 0, sum(partial)
+    members, firsts = [], []
+    for s, old in zip(segments, partial, strict=True):
+        # Table rows of positions [start - old, end).
+        new = torch.arange(s.start, s.end) + (first_new + s.row - s.start)
+        table = torch.cat([torch.arange(first_old, first_old + old), new])
+        first_old += old
+        complete = table.shape[0] // pool
+        members.append(table[: complete * pool].view(complete, pool))
+        firsts.append((s, (s.start // pool + torch.arange(complete)) * pool))
+    reads = [
+        (s, torch.arange(s.start - old, s.start)) for s, old in zip(segments, partial, strict=True)
+    ]
+    at = places(firsts, "full", page)
+    return places(reads, "open", open_page), torch.cat(members), Places(at.frames, at.rows // pool)
 
 
 def _frames(parts: list[tuple[Segment, int]], page: int) -> Tensor:

@@ -46,7 +46,7 @@ class _Hyper:
 
 
 class _Layer:
-    """One decoder layer. ``previous`` says whether the layer before it passes on a selection."""
+    """One decoder layer: attention and feed-forward, each in its hyper-connection."""
 
     def __init__(self, config: Glm5NextConfig, i: int, weights: Weights) -> None:
         prefix = f"layers.{i}."
