@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from bench.serving import serving
 from fake_server import CONTEXT, VOCAB, FakeServer, Faults, create_app
-from serving import serving
 from typer.testing import CliRunner
 
 from merestone.probe.cli import probe as probe_command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,8 @@ def probe(
 ) -> None:
     """Show how exact and how complete a server's prefix cache is. Exits with 1 if a row fails."""
     names = [name.strip() for name in only.split(",") if name.strip()]
-    console, errors = Console(), Console(stderr=True)
+    errors = Console(stderr=True)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         rows = select(names)
     except ValueError as error:

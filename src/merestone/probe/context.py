@@ -23,7 +23,10 @@ four cold prefills at a time, or enough cold prompts to fill the pool twice over
 
 _EVICTED = "merestone_checkpoints_evicted_total"
 _KEPT = "merestone_checkpoints"
-_FILLER = 130  # tokens: on a hybrid model a short prompt takes nearly the memory of a long one
+_USED = "merestone_frames_used"
+_FRAMES = "merestone_frames_total"
+_ADVICE = "start the server with less --memory, or raise --fill-limit"
+_FILLER = 127  # tokens: on a hybrid model a short prompt takes nearly the memory of a long one
 _AT_ONCE = 8
 
 
@@ -109,8 +112,8 @@ class Probe:
     async def overturn(self) -> int:
         """Fill the pool twice over with cold prompts, and return how many it took.
 
-        The pool has turned over twice when as many checkpoints as it can hold were evicted, twice;
-        on a server that does not count evictions, when twice its tokens have been sent.
+        That is so when twice as many checkpoints as it holds were evicted; on a server that does
+        not count evictions, when twice its tokens have been sent.
 
         Raises:
             Unsupported: the size of the pool is unknown, or ``fill_limit`` is not enough.
@@ -123,34 +126,33 @@ class Probe:
             for begin in range(0, requests, _AT_ONCE):
                 await self._fill(length, min(_AT_ONCE, requests - begin))
             return requests
-        start, sent = await self._evictions(), 0
-        # On an empty pool the first eviction shows how many checkpoints it holds.
+        samples = await self._samples()
+        start, sent = total(samples, _EVICTED) or 0.0, 0
         while True:
-            evicted, kept = await self._evictions()
-            if evicted - start[0] >= 2 * max(kept, 1):
-                return sent
-            if sent >= self.fill_limit:
-                raise Unsupported(
-                    f"{sent} requests of {_FILLER} tokens evicted {evicted - start[0]:.0f} of "
-                    f"{kept:.0f} checkpoints: start the server with less --memory, or raise "
-                    "--fill-limit"
-                )
+            used, frames = total(samples, _USED), total(samples, _FRAMES)
             await self._fill(_FILLER, _AT_ONCE)
             sent += _AT_ONCE
+            samples = await self._samples()
+            evicted, kept = (total(samples, _EVICTED) or 0.0) - start, total(samples, _KEPT) or 0.0
+            if evicted >= 2 * max(kept, 1):
+                return sent
+            grown = (total(samples, _USED) or 0) - (used or 0)
+            if frames and grown > 0 and 2 * frames / grown * _AT_ONCE > self.fill_limit:
+                raise Unsupported(f"a pool of {frames:.0f} frames is too large to fill: {_ADVICE}")
+            if sent >= self.fill_limit:
+                raise Unsupported(f"{sent} requests evicted {evicted:.0f} checkpoints: {_ADVICE}")
 
     async def _fill(self, length: int, requests: int) -> None:
         prompt = self.stream(length, 0)
         await asyncio.gather(*(self.send(prompt, 1, self.salt()) for _ in range(requests)))
 
-    async def _evictions(self) -> tuple[float, float]:
-        """Checkpoints evicted so far, and kept now."""
+    async def _samples(self) -> dict[str, float]:
         if "metrics" not in self.have:
             raise Unsupported("no /metrics and no --pool-tokens: the pool's size is unknown")
         samples = await self.server.metrics()
-        kept = total(samples, _KEPT)
-        if kept is None:
+        if total(samples, _KEPT) is None:
             raise Unsupported(f"/metrics has no {_KEPT}, and there is no --pool-tokens")
-        return total(samples, _EVICTED) or 0.0, kept
+        return samples
 
 
 async def gather(width: int, jobs: Sequence[Callable[[], Awaitable[None]]]) -> None:

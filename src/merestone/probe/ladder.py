@@ -82,7 +82,9 @@ async def climb(
         kept = kind != "overturned" or leg == "third"
         async with probe.disturbed("quiet" if kept and kind == "overturned" else kind):
             if kept:
-                await gather(width, [partial(rung.again, leg) for rung in rungs])
+                # All at once beside prefills, which would else turn the pool over meanwhile.
+                at_once = len(rungs) if kind == "inflight" else width
+                await gather(at_once, [partial(rung.again, leg) for rung in rungs])
             else:
                 for rung in rungs:
                     await rung.again(leg, kept=False)

@@ -1,0 +1,1 @@
+"""Measurements and long runs; each ends with one line of JSON."""
