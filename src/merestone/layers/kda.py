@@ -23,13 +23,15 @@ _L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class KdaShape:
-    """``gate_lower_bound`` None: the softplus form of the decay (Kimi Linear)."""
+    """``gate_lower_bound`` None: the softplus form of the decay (Kimi Linear). ``rate_shape``: that
+    of ``A_log``, one value a head, as the family stores it."""
 
     hidden: int
     heads: int
     dim: int
     kernel: int
     gate_lower_bound: float | None
+    rate_shape: tuple[int, ...]
     rms_eps: float
 
     @property
@@ -60,7 +62,7 @@ class KdaLayer:
         ]
         self._conv = torch.cat(convs)[:, 0].t().contiguous()  # [kernel, 3 width]
         self._bias = weights.fp32(f"{prefix}dt_bias", (width,)).view(shape.heads, 1, dim)
-        self._rate = weights.fp32(f"{prefix}A_log", (shape.heads,)).exp().view(-1, 1, 1)
+        self._rate = weights.fp32(f"{prefix}A_log", shape.rate_shape).exp().view(-1, 1, 1)
         self._norm = weights.fp32(f"{prefix}o_norm.weight", (dim,))
 
     def fields(self) -> tuple[Field, ...]:

@@ -163,25 +163,13 @@ class MlaLayer:
         query = bmm(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
         mixed = torch.empty_like(query)  # [N, H, kv_rank]
         for group in plan.dense:
-            self._dense(group, query, pages, mixed)
+            attend_all(group, query, pages, s.key_dim**-0.5, mixed)
         for group in plan.sparse:
             assert selection is not None
             self._sparse(group, selection, query, pages, mixed)
         out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)
         return linear(out, self._out), selection
-
-    def _dense(self, group: Group, query: Tensor, pages: Tensor, mixed: Tensor) -> None:
-        """Rows that see all tokens before them."""
-        s = self.shape
-        keys = gather(pages, group.frames, group.ends, TILE)
-        for block in group.blocks(max(_BLOCK_ROWS // s.heads, 1)):
-            count, rows = block.rows.shape
-            last = -(-int(block.seen.max()) // TILE) * TILE
-            q = query[block.rows].view(count, rows * s.heads, s.kv_rank)
-            seen = block.seen.repeat_interleave(s.heads, 1)
-            out = attend(q, keys[:, :last], seen, s.key_dim**-0.5)
-            block.put(mixed, out.view(count, rows, s.heads, s.kv_rank))
 
     def _sparse(
         self, group: Group, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor
@@ -207,6 +195,20 @@ class MlaLayer:
             chosen = chosen.view(q.shape[0], s.width, s.kv_rank)
             out = attend(q, chosen, counts.expand(-1, s.heads), s.key_dim**-0.5)
             block.put(mixed, out.view(*block.rows.shape, s.heads, s.kv_rank))
+
+
+def attend_all(group: Group, query: Tensor, pages: Tensor, scale: float, mixed: Tensor) -> None:
+    """Rows that see all tokens before them: query [N, H, D] over the rows of pages
+    [num_frames, rows, D], into the same rows of ``mixed`` [N, H, D]."""
+    _, heads, width = query.shape
+    keys = gather(pages, group.frames, group.ends, TILE)
+    for block in group.blocks(max(_BLOCK_ROWS // heads, 1)):
+        count, rows = block.rows.shape
+        last = -(-int(block.seen.max()) // TILE) * TILE
+        q = query[block.rows].view(count, rows * heads, width)
+        seen = block.seen.repeat_interleave(heads, 1)
+        out = attend(q, keys[:, :last], seen, scale)
+        block.put(mixed, out.view(count, rows, heads, width))
 
 
 def gather(pages: Tensor, frames: Tensor, ends: Tensor, multiple: int) -> Tensor:

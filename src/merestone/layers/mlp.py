@@ -8,15 +8,25 @@ from merestone.layers.weights import Weights
 from merestone.ops.moe import experts, feed_forward, route
 
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
 class DenseMlp:
-    """``prefix`` is the weights' name up to and with the last dot; ``inner`` the hidden width."""
+    """``prefix`` is the weights' name up to and with the last dot, ``names`` those of the gate, the
+    up and the down projection; ``inner`` the hidden width."""
 
     def __init__(
-        self, hidden: int, inner: int, limit: float | None, prefix: str, weights: Weights
+        self,
+        hidden: int,
+        inner: int,
+        limit: float | None,
+        prefix: str,
+        weights: Weights,
+        names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
-        names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-        self.gate_up = weights.stack(names, (inner, inner), hidden)
-        self.down = weights.take(f"{prefix}down_proj.weight", (hidden, inner))
+        gate, up, down = (f"{prefix}{name}.weight" for name in names)
+        self.gate_up = weights.stack((gate, up), (inner, inner), hidden)
+        self.down = weights.take(down, (hidden, inner))
         self._limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,7 +36,8 @@ class DenseMlp:
 
 class MoeMlp:
     """``count`` routed experts, ``chosen`` of them for a token, and one expert of the ``shared``
-    ones' joint width that sees every token unscaled (0: none)."""
+    ones' joint width that sees every token unscaled (0: none). ``names``: the routed experts'
+    projections, as :class:`DenseMlp` takes them."""
 
     def __init__(
         self,
@@ -40,6 +51,7 @@ class MoeMlp:
         limit: float | None,
         prefix: str,
         weights: Weights,
+        names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
         self._chosen = chosen
         self._normalise = normalise
@@ -48,7 +60,8 @@ class MoeMlp:
         self._router = weights.fp32(f"{prefix}gate.weight", (count, hidden))
         self._bias = weights.fp32(f"{prefix}gate.e_score_correction_bias", (count,))
         each = [
-            DenseMlp(hidden, inner, limit, f"{prefix}experts.{i}.", weights) for i in range(count)
+            DenseMlp(hidden, inner, limit, f"{prefix}experts.{i}.", weights, names)
+            for i in range(count)
         ]
         self._gate_up = [expert.gate_up for expert in each]
         self._down = [expert.down for expert in each]

@@ -77,6 +77,29 @@ class Spans:
     sparse: tuple[Group, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DenseSpans:
+    """Without an index: ``writes``, pages of all rows of the batch; ``groups``, rows that see all
+    tokens before them: every row."""
+
+    writes: Places
+    groups: tuple[Group, ...]
+
+
+def dense_spans(batch: Batch, state: StateViews) -> DenseSpans:
+    """The step's spans for attention without an index, from ``batch.scratch`` or built."""
+    found = batch.scratch.get("dense_spans")
+    if found is None:
+        page = state.page("full")
+        ordered = sorted(batch.segments, key=lambda s: s.row)
+        found = batch.scratch["dense_spans"] = DenseSpans(
+            writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
+            groups=_groups([(s, s.start, s.end) for s in ordered], page),
+        )
+    assert isinstance(found, DenseSpans)
+    return found
+
+
 def spans(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
     """The step's spans, from ``batch.scratch`` or built. A row that sees at most ``limit`` tokens
     is dense."""

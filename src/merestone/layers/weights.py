@@ -6,6 +6,7 @@ Knows names, shapes and dtypes. Must not know files.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,23 @@ class WeightError(ValueError):
     """A weight that is missing, misshapen or unknown to the model."""
 
 
-class Weights:
-    """The not yet taken weights of a model, by published name, in a stored ``dtype``."""
+class Source(Protocol):
+    """Makes the tensors that a model declares, when it asks for them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._left = dict(tensors)
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor ``name`` of ``shape``, in any float dtype."""
+        ...
+
+
+class Weights:
+    """The not yet taken weights of a model, by published name, in a stored ``dtype``.
+
+    ``tensors``: all of them, or a source that makes each one on demand (and has no leftovers).
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | Source, dtype: torch.dtype) -> None:
+        self._source = None if isinstance(tensors, Mapping) else tensors
+        self._left = dict(tensors) if isinstance(tensors, Mapping) else {}
         self._dtype = dtype
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -30,7 +43,7 @@ class Weights:
         Raises:
             WeightError: it is missing (or already taken), or has another shape.
         """
-        tensor = self._left.pop(name, None)
+        tensor = self._source.draw(name, shape) if self._source else self._left.pop(name, None)
         if tensor is None:
             raise WeightError(f"weight {name} is missing")
         if tuple(tensor.shape) != shape:

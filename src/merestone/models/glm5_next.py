@@ -15,7 +15,7 @@ from merestone.layers.kda import KdaLayer, KdaShape
 from merestone.layers.mla import MlaLayer, MlaShape
 from merestone.layers.mlp import DenseMlp, MoeMlp
 from merestone.layers.state import Batch, Field, StateViews
-from merestone.layers.weights import Weights
+from merestone.layers.weights import Source, Weights
 from merestone.models.config import Glm5NextConfig
 from merestone.models.interface import ModelInfo
 from merestone.ops.elementwise import rms_norm
@@ -82,6 +82,7 @@ def _attention(
             dim=config.kda_head_dim,
             kernel=config.conv_kernel,
             gate_lower_bound=config.gate_lower_bound,
+            rate_shape=(config.kda_heads,),
             rms_eps=config.rms_eps,
         )
         return KdaLayer(kda, i, prefix, weights)
@@ -130,8 +131,9 @@ class Glm5Next:
     """The text model: a :class:`merestone.models.interface.Model`.
 
     Args:
-        weights: by checkpoint name relative to the text model ("layers.0.self_attn.q_proj.weight");
-            every one is used, converted to ``dtype`` or, where the family says so, to fp32.
+        weights: by checkpoint name relative to the text model ("layers.0.self_attn.q_proj.weight"),
+            or what makes them; every one is used, converted to ``dtype`` or, where the family says
+            so, to fp32.
 
     Raises:
         WeightError: a weight is missing, misshapen or left over.
@@ -139,7 +141,7 @@ class Glm5Next:
     """
 
     def __init__(
-        self, config: Glm5NextConfig, weights: Mapping[str, Tensor], dtype: torch.dtype
+        self, config: Glm5NextConfig, weights: Mapping[str, Tensor] | Source, dtype: torch.dtype
     ) -> None:
         _check(config)
         reader = Weights(weights, dtype)
