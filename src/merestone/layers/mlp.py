@@ -7,7 +7,6 @@ from torch import Tensor
 from merestone.layers.weights import Weights
 from merestone.ops.moe import experts, feed_forward, route
 
-
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -10,28 +10,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from merestone.models.config import WEIGHT_FILE, WEIGHT_INDEX_FILE, Glm5NextConfig
+from merestone.models.config import WEIGHT_FILE, WEIGHT_INDEX_FILE
 from merestone.models.strict_json import Section, read_object
 
 # The text model's prefix: of the published multimodal checkpoint, and of a text-only one.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.", "model.")
 _VISION_PREFIXES = ("model.visual.", "visual.")
-# transformers' module paths -> published names, where a plain substitution does it.
+# transformers' module paths -> published names, where a plain substitution does it. Saving a
+# Kimi-Linear model also renames its dense layers as if they had experts.
 _RENAMES = (
     (".self_attn.forget_gate.", ".self_attn."),
     (".attn_hc.", ".hc_attn_"),
     (".ffn_hc.", ".hc_ffn_"),
+    *((f".block_sparse_moe.{part}_proj.", f".mlp.{part}_proj.") for part in ("gate", "up", "down")),
 )
 
 
 class LoadError(ValueError):
     """Tensors that cannot be served: missing, left over, misshapen or cut off. Names them."""
+
+
+class TextConfig(Protocol):
+    """What reading needs to know of any family's configuration."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def tie_embeddings(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -43,7 +55,7 @@ class LoadedWeights:
     skipped: list[str] = field(default_factory=list)
 
 
-def read_weights(directory: Path, config: Glm5NextConfig) -> LoadedWeights:
+def read_weights(directory: Path, config: TextConfig) -> LoadedWeights:
     """All tensors of the text model in ``directory``, under their published names.
 
     Tensors that transformers fuses (``conv1d`` of q, k and v; ``experts.gate_up_proj`` with the
@@ -156,7 +168,7 @@ def _published(stored: str, tensor: Tensor, path: Path) -> Iterator[tuple[str, T
             yield prefix + "up_proj.weight", up
 
 
-def _settle_head(loaded: LoadedWeights, config: Glm5NextConfig, directory: Path) -> None:
+def _settle_head(loaded: LoadedWeights, config: TextConfig, directory: Path) -> None:
     """A tied head is the embedding; a stored copy of it must say the same."""
     if not config.tie_embeddings or "embed_tokens.weight" not in loaded.weights:
         return

@@ -23,6 +23,7 @@ __all__ = [
     "read_dtype",
     "read_generation_config",
     "read_model_type",
+    "refuse_quantization",
 ]
 
 log = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def read_config(directory: Path) -> Glm5NextConfig:
     nested = "text_config" in outer
     text = outer.section("text_config") if nested else outer
     for part in (outer, text):
-        _refuse_quantization(part)
+        refuse_quantization(part)
     generation = read_generation_config(directory)
     eos_ids = generation.eos_ids or text.ids("eos_token_id") or outer.ids("eos_token_id")
     tied = _tied(outer, text)
@@ -318,7 +319,8 @@ def _tied(outer: Section, text: Section) -> bool:
     return given[0] if given else False
 
 
-def _refuse_quantization(part: Section) -> None:
+def refuse_quantization(part: Section) -> None:
+    """Raises ConfigError for weights that are stored quantised."""
     for key in ("quantization_config", "compression_config"):
         if key in part:
             raise part.error(key, "is not supported: quantised weights cannot be served")
