@@ -1,0 +1,115 @@
+"""Compile for a Hopper GPU without one: launches are caught on their way and built by ptxas.
+
+Run as a program, without the interpreter: launches every operator at a model's true dimensions on
+CPU tensors that are never touched, and prints one line a kernel: registers, stack bytes (spills),
+shared memory. Knows how Triton specialises arguments; `compiled` must agree with it.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import triton
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_LIMIT = 227 * 1024
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+def compiled(function: JITFunction, args: tuple[object, ...], kwargs: dict[str, object]):
+    """Build one launch's kernel as the launch itself would."""
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    values = dict(zip(function.arg_names, args, strict=False)) | kwargs
+    assert set(values) == set(function.arg_names), set(function.arg_names) ^ set(values)
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        value = values[parameter.name]
+        plain = parameter.do_not_specialize
+        divisible = False
+        if parameter.is_constexpr or value is None or (value is True) or (value is False):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _TYPES[value.dtype]
+            divisible = value.data_ptr() % 16 == 0
+        elif isinstance(value, int):
+            if value == 1 and not plain:
+                signature[parameter.name], constants[(i,)] = "constexpr", 1
+            else:
+                signature[parameter.name] = "i32" if abs(value) < 1 << 31 else "i64"
+                divisible = value % 16 == 0 and not plain
+        else:
+            assert isinstance(value, float), (parameter.name, value)
+            signature[parameter.name] = "fp32"
+        if divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def resources(kernel) -> dict[str, int]:
+    """REG, STACK and so on of a compiled kernel, by cuobjdump."""
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    line = next(line for line in text.splitlines() if "REG:" in line)
+    pairs = [word.split(":") for word in line.split() if word.count(":") == 1]
+    return {name: int(value) for name, value in pairs if value.isdigit()}
+
+
+@contextmanager
+def caught(report: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, a launch compiles its kernel and runs nothing."""
+    launch = JITFunction.run
+
+    def run(self: JITFunction, *args: object, grid, warmup, **kwargs: object) -> None:
+        kernel = compiled(self, args, kwargs)
+        found = resources(kernel)
+        shared = kernel.metadata.shared
+        assert shared <= SHARED_LIMIT, f"{self.__name__}: {shared} bytes of shared memory"
+        report(
+            f"{self.__name__:<24} regs {found['REG']:3d} x {kernel.metadata.num_warps:2d} warps,"
+            f" stack {found['STACK']:5d}, shared {shared:6d}"
+        )
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        JITFunction.run = launch  # type: ignore[method-assign]
+
+
+def main(names: list[str]) -> None:
+    import launches
+
+    for name in names or list(launches.LAUNCHES):
+        print(f"# {name}")
+        with caught(print):
+            launches.LAUNCHES[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""Without a CUDA device the kernels run under Triton's interpreter, which must be chosen before
+Triton is first imported. Nothing outside `merestone.ops.triton` imports Triton."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    assert "triton" not in sys.modules, "Triton was imported before its interpreter was chosen"
+    os.environ["TRITON_INTERPRET"] = "1"
+
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not CUDA and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: bf16 and true layouts"))
+
+
+@pytest.fixture
+def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's product is numpy's, whose rows depend on their mates. A tensor core adds
+    to its accumulator in a fixed order: so does this one."""
+    if CUDA:
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total = d.data
+        for k in range(a.data.shape[1]):
+            total = total + a.data[:, k : k + 1] * b.data[k : k + 1]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def draw() -> Callable[..., torch.Tensor]:
+    """Standard normal tensors on the device, from one seeded source."""
+    source = torch.Generator().manual_seed(0)
+
+    def one(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=source).to(DEVICE)
+
+    return one
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
