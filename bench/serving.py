@@ -1,20 +1,28 @@
-"""An ASGI application on a free port, in a thread."""
+"""Servers for tests and measurements: an ASGI application in a thread, merestone in a process."""
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+_COMMAND = "from merestone.serve.cli import main; main()"
+_SOURCE = Path(__file__).parents[1] / "src"
+
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Serve ``app`` and yield its URL."""
+    """Serve ``app`` on a free port, in a thread, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
@@ -31,3 +39,40 @@ def serving(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+@contextmanager
+def merestone_process(arguments: Sequence[str]) -> Iterator[str]:
+    """Run ``merestone serve`` on a free port, in a process of its own, and yield its URL.
+
+    Raises:
+        RuntimeError: it ended before it listened.
+    """
+    path = os.pathsep.join([str(_SOURCE), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            _COMMAND,
+            "serve",
+            "--port",
+            "0",
+            "--log-level",
+            "error",
+            *arguments,
+        ],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if found := re.search(r"http://\S+", line):
+                yield found[0]
+                return
+        raise RuntimeError(f"merestone serve ended with {process.wait()}")
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()

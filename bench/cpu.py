@@ -1,0 +1,292 @@
+"""Time to first token and decode rate on the CPU, against transformers in the same process.
+
+Refuses to report when results are wrong: a warm answer must be the cold one, bit for bit. Where
+the ids of transformers part from ours (its numerics are not row-invariant, so a near-tie may flip)
+the first difference is reported. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+
+from bench.reference import Reference, Timed
+from bench.serving import merestone_process
+from merestone import __version__
+from merestone.engine.api import Event, Finished, GenerateRequest, TokenEvent
+from merestone.engine.build import EngineOptions, build_engine
+from merestone.engine.engine import LocalEngine
+from merestone.models.tiny import write_tiny
+from merestone.probe.client import Server
+from merestone.probe.streams import stream
+from merestone.sched.plan import SamplingParams
+
+STREAMS = 8
+DECODED = 65  # tokens of a decode run
+SHORT = 64  # tokens of its prompts
+TIMEOUT_S = 600.0
+
+
+class WrongResult(Exception):
+    """The answers are not what they must be; figures would be worth nothing."""
+
+
+class InProcess:
+    """An engine asked without HTTP."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self._numbers = count()
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int, salt: str) -> list[Timed]:
+        """``count`` greedy tokens after each prompt, all submitted at once."""
+        results = [Timed() for _ in prompts]
+        ended = [threading.Event() for _ in prompts]
+        began = time.perf_counter()
+        for place, prompt in enumerate(prompts):
+            request = GenerateRequest(
+                id=f"bench-{next(self._numbers)}",
+                tokens=tuple(prompt),
+                params=SamplingParams(),
+                max_tokens=count,
+                salt=salt,
+            )
+            self.engine.submit(request, _sink(results[place], ended[place], began))
+        for event in ended:
+            if not event.wait(TIMEOUT_S):
+                raise WrongResult("the engine did not answer")
+        return results
+
+
+def _sink(result: Timed, ended: threading.Event, began: float) -> Callable[[list[Event]], None]:
+    def sink(events: list[Event]) -> None:
+        now = time.perf_counter() - began
+        for event in events:
+            if isinstance(event, TokenEvent):
+                result.first_s = result.first_s if result.ids else now
+                result.ids.append(event.token)
+            elif isinstance(event, Finished):
+                result.total_s, result.restored = now, event.cache.restored
+                ended.set()
+
+    return sink
+
+
+class OverHttp:
+    """A server in a process of its own, asked in a stream."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int, salt: str) -> list[Timed]:
+        """As ``InProcess.generate``."""
+
+        async def ask() -> list[Timed]:
+            async with Server(self.url, model="bench") as server:
+                await server.get("/health")  # the connection is not what is measured
+                replies = await asyncio.gather(
+                    *(server.complete(p, count, salt=salt, stream=True) for p in prompts)
+                )
+            return [Timed(r.ids, r.first_s, r.arrivals[-1], r.cached) for r in replies]
+
+        return asyncio.run(ask())
+
+
+Asked = InProcess | OverHttp
+
+
+def first_tokens(asked: Asked, name: str, length: int, vocab: int, runs: int) -> dict[str, Any]:
+    """Cold and warm time to first token of prompts of one length."""
+    colds, warms = [], []
+    for run in range(runs):
+        prompt, salt = stream(length, run, vocab=vocab), f"{name}-{length}-{run}"
+        (cold,) = asked.generate([prompt], 8, salt)
+        for _ in range(3):
+            (warm,) = asked.generate([prompt], 8, salt)
+            if warm.ids != cold.ids:
+                raise WrongResult(f"{length} tokens: warm {warm.ids}, cold {cold.ids}")
+            if (cold.restored, warm.restored) != (0, length):
+                raise WrongResult(f"{length} tokens: {warm.restored} restored")
+            warms.append(warm.first_s)
+        colds.append(cold.first_s)
+    cold_s, warm_s = median(colds), median(warms)
+    return {"cold_s": cold_s, "warm_s": warm_s, "warm_to_cold": warm_s / cold_s}
+
+
+def decode_rates(asked: Asked, name: str, vocab: int, runs: int) -> dict[str, float]:
+    """Tokens a second of one stream, and of ``STREAMS`` together."""
+    prompts = [stream(SHORT, number, vocab=vocab) for number in range(STREAMS)]
+    alone, together = [], []
+    for run in range(runs):
+        (one,) = asked.generate(prompts[:1], DECODED, f"{name}-one-{run}")
+        many = asked.generate(prompts, DECODED, f"{name}-many-{run}")
+        if many[0].ids != one.ids:
+            raise WrongResult(f"alone {one.ids}, among {STREAMS} {many[0].ids}")
+        alone.append(one.decode_rate)
+        together.append(_together(many))
+    return {"alone": median(alone), "together": median(together)}
+
+
+def _together(results: Sequence[Timed]) -> float:
+    """Tokens a second after the first token of all, until the last of all."""
+    began = min(result.first_s for result in results)
+    return sum(len(r.ids) - 1 for r in results) / (max(r.total_s for r in results) - began)
+
+
+def reference_figures(
+    reference: Reference, lengths: Sequence[int], vocab: int, runs: int
+) -> dict[str, Any]:
+    """The same measurements of transformers, which has no cache between requests."""
+    firsts = {}
+    for length in lengths:
+        times = [
+            reference.generate([stream(length, run, vocab=vocab)], 1)[0].first_s
+            for run in range(runs)
+        ]
+        firsts[str(length)] = {"cold_s": median(times)}
+    prompts = [stream(SHORT, number, vocab=vocab) for number in range(STREAMS)]
+    alone = [reference.generate(prompts[:1], DECODED)[0].decode_rate for _ in range(runs)]
+    together = [_together(reference.generate(prompts, DECODED)) for _ in range(runs)]
+    rates = {"alone": median(alone), "together": median(together)}
+    return {"first_token": firsts, "decode": rates}
+
+
+def agreement(asked: Asked, reference: Reference, vocab: int) -> dict[str, Any]:
+    """Whether transformers gives our ids; if not, where the first differs."""
+    tokens, different = 0, []
+    for number, length in enumerate((64, 200, 700)):
+        prompt = stream(length, number, vocab=vocab)
+        (ours,) = asked.generate([prompt], 32, f"agreement-{number}")
+        (theirs,) = reference.generate([prompt], 32)
+        tokens += len(ours.ids)
+        if ours.ids != theirs.ids:
+            pairs = zip(ours.ids, theirs.ids, strict=True)
+            at = next(at for at, (one, other) in enumerate(pairs) if one != other)
+            different.append({"prompt": length, "at": at})
+    return {"tokens": tokens, "equal": not different, "first_differences": different}
+
+
+def figures(asked: Asked, name: str, lengths: Sequence[int], vocab: int, runs: int) -> Any:
+    """All measurements of one way to ask."""
+    firsts = {str(n): first_tokens(asked, name, n, vocab, runs) for n in lengths}
+    return {"first_token": firsts, "decode": decode_rates(asked, name, vocab, runs)}
+
+
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Ours against theirs (above 1 is better for rates, below 1 for seconds), and the targets."""
+    cold = {
+        length: entry["cold_s"] / theirs["first_token"][length]["cold_s"]
+        for length, entry in ours["first_token"].items()
+    }
+    rate = ours["decode"]
+    found = {
+        "cold_to_transformers": cold,
+        "decode_alone_to_transformers": rate["alone"] / theirs["decode"]["alone"],
+        "decode_together_to_transformers": rate["together"] / theirs["decode"]["together"],
+        "together_to_alone": rate["together"] / rate["alone"],
+    }
+    targets = {
+        "decode alone >= transformers": found["decode_alone_to_transformers"] >= 1,
+        f"{STREAMS} streams >= 3 x one": found["together_to_alone"] >= 3,
+    }
+    if "2048" in ours["first_token"]:
+        small = ours["first_token"]["2048"]["warm_to_cold"] <= 0.03
+        targets["warm <= 3 % of cold at 2048"] = small
+    return {**found, "targets": targets}
+
+
+def about(threads: int, model: str) -> dict[str, Any]:
+    """What the figures belong to."""
+    return {
+        "device": _processor(),
+        "threads": threads,
+        "model": model,
+        "dtype": "float32",
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "merestone": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x {len(names)}" if names else platform.machine()
+
+
+def main(
+    model: Annotated[Path | None, typer.Option(help="Default: a tiny random one.")] = None,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    lengths: Annotated[str, typer.Option(help="Prompt tokens.")] = "512,2048,8192",
+    runs: Annotated[int, typer.Option(min=1, help="Of each measurement; medians count.")] = 3,
+    memory: Annotated[int, typer.Option(help="MiB of the pool.")] = 1024,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON there, too.")] = None,
+) -> None:
+    """Measure, compare and report."""
+    logging.getLogger("merestone").setLevel(logging.ERROR)
+    sizes = [int(length) for length in lengths.split(",")]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = model or Path(scratch)
+        if model is None:
+            write_tiny(directory)
+        options = EngineOptions(dtype="float32", threads=threads, memory=memory << 20)
+        engine = build_engine(directory, options, "bench")
+        reference = Reference(directory)
+        report = about(threads, "tiny" if model is None else model.name)
+        vocab = min(engine.info.vocab_size, 256)
+        try:
+            engine.start()
+            direct = InProcess(engine)
+            report["agreement"] = agreement(direct, reference, vocab)
+            ours = figures(direct, "direct", sizes, vocab, runs)
+            engine.stop()
+            report |= {"in_process": ours}
+            with merestone_process(_serve_options(directory, options)) as url:
+                report["http"] = figures(OverHttp(url), "http", sizes, vocab, runs)
+            theirs = reference_figures(reference, sizes, vocab, runs)
+            report |= {"transformers": theirs, "ratios": ratios(ours, theirs)}
+        except WrongResult as error:
+            print(json.dumps({**report, "refused": str(error)}))
+            sys.exit(1)
+    report = _rounded(report)
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+def _serve_options(directory: Path, options: EngineOptions) -> list[str]:
+    """The command line of a server with the same engine."""
+    named = ("--dtype", options.dtype, "--threads", options.threads, "--memory", options.memory)
+    return [str(directory), "--served-model-name", "bench", *map(str, named)]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    typer.run(main)

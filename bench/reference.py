@@ -1,0 +1,57 @@
+"""transformers on the same checkpoint: greedy, with its cache, in the same process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+
+@dataclass
+class Timed:
+    """What one prompt gave. Seconds since it was handed over; ``ids`` without the prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    first_s: float = 0.0
+    total_s: float = 0.0
+    restored: int = 0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second after the first one."""
+        return (len(self.ids) - 1) / (self.total_s - self.first_s)
+
+
+class Reference:
+    """The model as transformers runs it, in fp32."""
+
+    def __init__(self, directory: Path) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.model = transformers.Glm5NextForConditionalGeneration.from_pretrained(
+            directory, dtype=torch.float32
+        ).eval()
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[Timed]:
+        """``count`` greedy tokens after each prompt, all of one length, as one batch."""
+        began = time.perf_counter()
+        results = [Timed() for _ in prompts]
+        step, cache = torch.tensor([list(prompt) for prompt in prompts]), None
+        with torch.inference_mode():
+            for number in range(count):
+                out = self.model(
+                    input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
+                cache = out.past_key_values
+                step = out.logits[:, -1].argmax(-1, keepdim=True)
+                for result, token in zip(results, step[:, 0].tolist(), strict=True):
+                    result.ids.append(token)
+                now = time.perf_counter() - began
+                for result in results:
+                    result.total_s = now
+                    result.first_s = result.first_s if number else now
+        return results
