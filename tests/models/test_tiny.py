@@ -103,7 +103,6 @@ def test_half_precision_keeps_the_familys_fp32(tmp_path: Path, dtype: str) -> No
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"arch": "llama"}, ValueError, "arch 'llama' is not one of glm5_next"),
     ({"layers": 3}, ValueError, "3 layers in 1 shards"),
     ({"shards": 0}, ValueError, "8 layers in 0 shards"),
     ({"index_topk": 30}, ConfigError, "index_topk = 30 is no multiple of index_kpool 4"),

@@ -18,7 +18,7 @@ from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
 from merestone.engine.engine import LocalEngine
 from merestone.models.interface import CHUNK, Model
-from merestone.models.loader import load_model
+from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.sched.scheduler import Scheduler
 
 log = logging.getLogger("merestone.engine")
@@ -31,11 +31,14 @@ RETENTIONS = ("auto", "boundaries", "none")
 class EngineOptions:
     """What an engine is built with. ``memory`` in bytes; ``token_budget`` in rows a step.
 
-    ``dtype`` None takes the checkpoint's. ``page`` None chooses the page size. ``frames``
-    overrides what ``memory`` would give.
+    ``dtype`` None takes the checkpoint's. ``load_format``: "auto" reads the directory's weights,
+    "random" makes weights in memory, the same ones every time, for measurements at true sizes
+    (the directory then needs config.json and a tokenizer only). ``page`` None chooses the page
+    size. ``frames`` overrides what ``memory`` would give.
     """
 
     dtype: str | None = None
+    load_format: str = "auto"
     threads: int | None = None
     max_model_len: int | None = None
     max_running: int = 8
@@ -58,15 +61,23 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
         raise ValueError(f"retention {options.retention!r} is not one of {', '.join(RETENTIONS)}")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    if options.load_format not in LOAD_FORMATS:
+        known = ", ".join(LOAD_FORMATS)
+        raise ValueError(f"load format {options.load_format!r} is not one of {known}")
     # Part of the configuration: bits may depend on it, so it never changes afterwards.
-    torch.set_num_threads(options.threads or default_threads(directory))
+    torch.set_num_threads(options.threads or default_threads(directory, options.load_format))
     dtype = DTYPES[options.dtype] if options.dtype else None
-    model = load_model(directory, dtype, options.max_model_len)
+    model = load_model(directory, dtype, options.max_model_len, options.load_format)
     return assemble(model, options, name or directory.name)
 
 
-def default_threads(directory: Path) -> int:
-    """One thread for small models, where waking a second one costs more than it computes."""
+def default_threads(directory: Path, load_format: str = "auto") -> int:
+    """One thread for small models, where waking a second one costs more than it computes.
+
+    A model of random weights counts as large: true sizes are what it is for.
+    """
+    if load_format == "random":
+        return torch.get_num_threads()
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return 1 if weights < SMALL_WEIGHTS else torch.get_num_threads()
 

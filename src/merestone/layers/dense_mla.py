@@ -22,7 +22,8 @@ from merestone.ops.gemm import bmm, linear
 
 @dataclass(frozen=True, slots=True)
 class DenseMlaShape:
-    """A head's key has ``key_dim`` values of its own and ``shared_dim`` that are every head's."""
+    """A head's key has ``key_dim`` values of its own and ``shared_dim`` that are every head's.
+    ``latent_eps``: of the latent's norm."""
 
     hidden: int
     heads: int
@@ -30,7 +31,7 @@ class DenseMlaShape:
     key_dim: int
     shared_dim: int
     value_dim: int
-    rms_eps: float
+    latent_eps: float
 
     @property
     def scale(self) -> float:
@@ -73,7 +74,7 @@ class DenseMlaLayer:
         plan = dense_spans(batch, state)
         q, kv, shared = torch.split(linear(x, self._inputs), self._splits, 1)
         pages = state.rows(self.layer, "latent")
-        plan.writes.write(pages, torch.cat([rms_norm(kv, self._norm, s.rms_eps), shared], 1))
+        plan.writes.write(pages, torch.cat([rms_norm(kv, self._norm, s.latent_eps), shared], 1))
         own, rest = torch.split(
             q.float().view(-1, s.heads, s.key_dim + s.shared_dim), [s.key_dim, s.shared_dim], 2
         )

@@ -73,9 +73,9 @@ def read_kimi_config(directory: Path) -> KimiLinearConfig:
     path = directory / CONFIG_FILE
     keys = Section(read_object(path), str(path))
     refuse_quantization(keys)
-    _refuse_variants(keys)
-    layers = keys.integer("num_hidden_layers")
     linear = keys.section("linear_attn_config") if "linear_attn_config" in keys else None
+    _refuse_variants(keys, linear)
+    layers = keys.integer("num_hidden_layers")
     config = KimiLinearConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),
@@ -110,11 +110,13 @@ def read_kimi_config(directory: Path) -> KimiLinearConfig:
     return config
 
 
-def _refuse_variants(keys: Section) -> None:
+def _refuse_variants(keys: Section, linear: Section | None) -> None:
     """Variants of the family whose arithmetic we do not have. The last argument is what absence
     means."""
     if "q_lora_rank" in keys:
         raise keys.error("q_lora_rank", "is not supported: queries come from one full projection")
+    if linear is not None and linear.number_or_none("gate_lower_bound", None) is not None:
+        raise linear.error("gate_lower_bound", "is not supported: the gate is a softplus")
     keys.only("hidden_act", "silu", "silu")
     keys.only("attention_bias", False, False)
     keys.only("num_expert_group", 1, 1)
@@ -141,7 +143,6 @@ def _layer_types(keys: Section, linear: Section | None, layers: int) -> tuple[st
     """From the published lists, which count layers from 1, or from transformers' list of words."""
     listed: tuple[str, ...] | None = None
     if linear is not None:
-        linear.only("gate_lower_bound", None, None)
         kinds: dict[int, str] = {}
         for name, kind in (("kda_layers", "kda"), ("full_attn_layers", "mla")):
             for layer in linear.ids(name):

@@ -21,6 +21,9 @@ from merestone.models.kimi_config import KimiLinearConfig
 from merestone.ops.elementwise import rms_norm
 from merestone.ops.gemm import linear
 
+# The published code and transformers give this one norm its default, not rms_norm_eps.
+_LATENT_EPS = 1e-6
+
 
 class _Layer:
     """One decoder layer: two sublayers, each normed before and added to the residual."""
@@ -61,7 +64,7 @@ def _attention(
         key_dim=config.qk_nope_head_dim,
         shared_dim=config.qk_rope_head_dim,
         value_dim=config.v_head_dim,
-        rms_eps=config.rms_eps,
+        latent_eps=_LATENT_EPS,
     )
     return DenseMlaLayer(mla, i, prefix, weights)
 

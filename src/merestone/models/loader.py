@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from merestone.layers.weights import WeightError
+from merestone.layers.weights import Source, WeightError
 from merestone.models.checkpoint import LoadError, read_weights
 from merestone.models.config import (
     ConfigError,
     GenerationConfig,
+    Glm5NextConfig,
     read_config,
     read_dtype,
     read_generation_config,
@@ -25,8 +27,12 @@ from merestone.models.config import (
 )
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.interface import Model
+from merestone.models.kimi_config import KimiLinearConfig, read_kimi_config
+from merestone.models.kimi_linear import KimiLinear
+from merestone.models.random_weights import RandomWeights
 
 __all__ = [
+    "LOAD_FORMATS",
     "ConfigError",
     "GenerationConfig",
     "LoadError",
@@ -36,45 +42,58 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+LOAD_FORMATS = ("auto", "random")
+Config = Glm5NextConfig | KimiLinearConfig
+
+_READERS: Mapping[str, Callable[[Path], Config]] = {
+    "glm5_next": read_config,
+    "glm5_next_text": read_config,
+    "kimi_linear": read_kimi_config,
+}
+
 
 def load_model(
-    directory: Path, dtype: torch.dtype | None = None, max_length: int | None = None
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    max_length: int | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
 ) -> Model:
     """The model in ``directory``: config.json and model.safetensors, whole or in shards.
 
     ``dtype`` None computes in config.json's (or, if it names none, in the embedding's); float16 is
     computed in float32, which holds its values exactly. ``max_length`` shortens the model's own
-    limit, in tokens.
+    limit, in tokens. ``load_format`` "random" reads no weights: it makes every tensor that the
+    model declares when the model takes it, from ``seed`` (with the slow decays of tiny models; in
+    bfloat16 if no dtype is named).
 
     Raises:
         ConfigError: the configuration is incomplete or not supported.
         LoadError: the weights do not fit the configuration, or a file is missing or cut off.
     """
+    assert load_format in LOAD_FORMATS, load_format
     model_type = read_model_type(directory)
-    if model_type not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
+    if model_type not in _READERS:
+        known = ", ".join(sorted(_READERS))
         raise ConfigError(f"{directory}: model_type {model_type!r} is not one of {known}")
-    return _FAMILIES[model_type](directory, dtype, max_length)
-
-
-def _load_glm5_next(directory: Path, dtype: torch.dtype | None, max_length: int | None) -> Model:
-    config = read_config(directory)
+    config = _READERS[model_type](directory)
     if max_length is not None:
         if not 1 <= max_length <= config.max_length:
             raise ConfigError(
                 f"{directory}: a length of {max_length} tokens is outside 1..{config.max_length}"
             )
         config = dataclasses.replace(config, max_length=max_length)
-    loaded = read_weights(directory, config)
-    if loaded.skipped:
-        log.info("%s: %d tensors skipped: %s", directory, len(loaded.skipped), loaded.skipped[:8])
+    weights: Mapping[str, Tensor] | Source
+    if load_format == "random":
+        weights, stored = RandomWeights(config, seed), torch.bfloat16
+    else:
+        weights, stored = _stored(directory, config)
     if dtype is None:
-        embedding = loaded.weights.get("embed_tokens.weight")
-        dtype = read_dtype(directory) or (torch.float32 if embedding is None else embedding.dtype)
+        dtype = read_dtype(directory) or stored
     if dtype == torch.float16:
         dtype = torch.float32
     try:
-        return Glm5Next(config, loaded.weights, dtype)
+        return _build(config, weights, dtype)
     except WeightError as error:
         raise LoadError(f"{directory}: {error}") from None
     except ValueError as error:
@@ -82,7 +101,16 @@ def _load_glm5_next(directory: Path, dtype: torch.dtype | None, max_length: int 
         raise ConfigError(f"{directory}: {error}") from None
 
 
-_FAMILIES: Mapping[str, Callable[[Path, torch.dtype | None, int | None], Model]] = {
-    "glm5_next": _load_glm5_next,
-    "glm5_next_text": _load_glm5_next,
-}
+def _stored(directory: Path, config: Config) -> tuple[Mapping[str, Tensor], torch.dtype]:
+    """The directory's weights and the embedding's dtype."""
+    loaded = read_weights(directory, config)
+    if loaded.skipped:
+        log.info("%s: %d tensors skipped: %s", directory, len(loaded.skipped), loaded.skipped[:8])
+    embedding = loaded.weights.get("embed_tokens.weight")
+    return loaded.weights, torch.float32 if embedding is None else embedding.dtype
+
+
+def _build(config: Config, weights: Mapping[str, Tensor] | Source, dtype: torch.dtype) -> Model:
+    if isinstance(config, Glm5NextConfig):
+        return Glm5Next(config, weights, dtype)
+    return KimiLinear(config, weights, dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,10 +22,10 @@ from merestone.models.config import (
     WEIGHT_INDEX_FILE,
     read_config,
 )
+from merestone.models.kimi_config import read_kimi_config
 from merestone.models.tiny_tokenizer import CONTROL_IDS, EOS_IDS, tokenizer_files
 from merestone.models.tiny_weights import draw
 
-ARCHITECTURES = ("glm5_next",)
 VOCAB = 320
 """Ids of the tokenizer, padded as real checkpoints are."""
 
@@ -34,7 +35,6 @@ _FP32_NAMES = ("conv1d.weight", "dt_bias", "A_log", "_base", "_scale", "e_score_
 
 def write_tiny(
     directory: Path,
-    arch: str = "glm5_next",
     seed: int = 0,
     *,
     hidden_size: int = 64,
@@ -53,7 +53,7 @@ def write_tiny(
     swiglu_limit: float | None = 10.0,
     shards: int = 1,
 ) -> None:
-    """Write a random checkpoint with tokenizer and chat template into ``directory``.
+    """Write a random glm5_next checkpoint with tokenizer and chat template into ``directory``.
 
     The same arguments give the same bytes. Files are replaced one by one, each at once, so that a
     process that has the old ones mapped keeps them. ``dtype``: "float32" | "bfloat16" | "float16",
@@ -62,14 +62,11 @@ def write_tiny(
     softplus gate.
 
     Raises:
-        ValueError: an unknown ``arch``; fewer than 4 layers or 1 shard.
+        ValueError: fewer than 4 layers or 1 shard.
         ConfigError: sizes that do not fit together.
         FileExistsError: ``directory`` holds weights in another number of files.
     """
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch {arch!r} is not one of {', '.join(ARCHITECTURES)}")
-    if layers < 4 or shards < 1:
-        raise ValueError(f"{layers} layers in {shards} shards: at least 4 and 1 are needed")
+    _check_counts(layers, shards)
     text = _text_config(hidden_size, layers, dtype, max_length)
     text |= {
         "index_topk": index_topk,
@@ -83,19 +80,80 @@ def write_tiny(
         "swiglu_limit": swiglu_limit,
     }
     text["linear_attn_config"] = _linear_config(layers, gate_lower_bound)
+    _write_words(directory, _outer_config(text, dtype), max_length, shards)
+    tensors = draw(read_config(directory), seed)
+    _write_weights(directory, "model.language_model.", tensors, dtype, shards)
+
+
+def write_tiny_kimi(
+    directory: Path,
+    seed: int = 0,
+    *,
+    hidden_size: int = 64,
+    layers: int = 8,
+    dtype: str = "float32",
+    max_length: int = 65536,
+    shared_dim: int = 8,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    shared_experts: int = 1,
+    norm_topk: bool = True,
+    shards: int = 1,
+) -> None:
+    """Write a random kimi_linear checkpoint, as :func:`write_tiny` does.
+
+    ``layers`` >= 4: layer 0 is dense, every fourth layer is MLA. ``shared_dim``: the part of a key
+    that all heads share.
+
+    Raises:
+        ValueError, ConfigError, FileExistsError: as :func:`write_tiny`.
+    """
+    _check_counts(layers, shards)
+    config = _kimi_config(hidden_size, layers, dtype, max_length)
+    config |= {
+        "qk_rope_head_dim": shared_dim,
+        "num_experts": experts,
+        "num_experts_per_token": experts_per_token,
+        "num_shared_experts": shared_experts,
+        "moe_renormalize": norm_topk,
+    }
+    _write_words(directory, config, max_length, shards)
+    _write_weights(directory, "model.", draw(read_kimi_config(directory), seed), dtype, shards)
+
+
+ARCHITECTURES: Mapping[str, Callable[[Path, int], None]] = {
+    "glm5_next": write_tiny,
+    "kimi_linear": write_tiny_kimi,
+}
+"""By family, what writes its tiny checkpoint of a seed into a directory."""
+
+
+def _check_counts(layers: int, shards: int) -> None:
+    if layers < 4 or shards < 1:
+        raise ValueError(f"{layers} layers in {shards} shards: at least 4 and 1 are needed")
+
+
+def _write_words(directory: Path, config: dict[str, object], max_length: int, shards: int) -> None:
+    """Everything but the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     _refuse_other_weights(directory, shards)
     _replace(directory / GENERATION_FILE, _json(_GENERATION))
-    _replace(directory / CONFIG_FILE, _json(_outer_config(text, dtype)))
+    _replace(directory / CONFIG_FILE, _json(config))
     for name, content in tokenizer_files(max_length).items():
         _replace(directory / name, content.encode())
-    config = read_config(directory)
+
+
+def _write_weights(
+    directory: Path, prefix: str, tensors: Iterator[tuple[str, Tensor]], dtype: str, shards: int
+) -> None:
     stored = getattr(torch, dtype)
-    tensors = {
-        _stored_name(name): tensor if name.endswith(_FP32_NAMES) else tensor.to(stored)
-        for name, tensor in draw(config, seed)
+    named = {
+        name if name == "lm_head.weight" else prefix + name: (
+            tensor if name.endswith(_FP32_NAMES) else tensor.to(stored)
+        )
+        for name, tensor in tensors
     }
-    _save(directory, tensors, shards)
+    _save(directory, named, shards)
 
 
 _GENERATION: dict[str, object] = {
@@ -182,8 +240,49 @@ def _outer_config(text: dict[str, object], dtype: str) -> dict[str, object]:
     }
 
 
-def _stored_name(name: str) -> str:
-    return name if name == "lm_head.weight" else "model.language_model." + name
+def _kimi_config(hidden: int, layers: int, dtype: str, max_length: int) -> dict[str, object]:
+    numbers = range(1, layers + 1)
+    return {
+        "architectures": ["KimiLinearForCausalLM"],
+        "bos_token_id": CONTROL_IDS["[gMASK]"],
+        "dtype": dtype,
+        "eos_token_id": list(EOS_IDS),
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "kv_lora_rank": 32,
+        "linear_attn_config": {
+            "full_attn_layers": [number for number in numbers if number % 4 == 0],
+            "head_dim": 16,
+            "kda_layers": [number for number in numbers if number % 4 != 0],
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "model_max_length": max_length,
+        "model_type": "kimi_linear",
+        "moe_intermediate_size": 32,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_attention_heads": 4,
+        "num_expert_group": 1,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": CONTROL_IDS["<|endoftext|>"],
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "v_head_dim": 16,
+        "vocab_size": VOCAB,
+    }
 
 
 def _refuse_other_weights(directory: Path, shards: int) -> None:

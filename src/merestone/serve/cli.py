@@ -31,7 +31,7 @@ from rich.console import Console
 
 from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine
-from merestone.models.tiny import write_tiny
+from merestone.models.tiny import ARCHITECTURES, write_tiny
 from merestone.probe.cli import probe
 from merestone.serve.server import AddressRefused, bind, run
 from merestone.serve.service import ServerOptions, Service
@@ -106,7 +106,7 @@ def tiny_model(cache_dir: Path) -> Path:
         # complete or absent: it is moved to its place when everything is written
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
             fresh = Path(scratch) / "model"
-            write_tiny(fresh, arch="glm5_next", seed=0)
+            write_tiny(fresh, seed=0)
             if not target.is_dir():
                 fresh.rename(target)
     return target
@@ -142,6 +142,9 @@ def serve(
     host: Annotated[str, typer.Option(envvar="MERESTONE_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, envvar="MERESTONE_PORT")] = 8000,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    load_format: Annotated[
+        str, typer.Option(help="auto: the directory's weights; random: weights made in memory.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Context limit.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 8,
@@ -161,6 +164,7 @@ def serve(
     start_logging(log_level)
     options = EngineOptions(
         dtype=dtype,
+        load_format=load_format,
         threads=threads,
         max_model_len=max_model_len,
         max_running=max_running,
@@ -240,14 +244,14 @@ def chat(
 @app.command()
 def tiny(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
-    arch: Annotated[str, typer.Option(help="Model family.")] = "glm5_next",
+    arch: Annotated[str, typer.Option(help="glm5_next or kimi_linear.")] = "glm5_next",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
     """Write a tiny random checkpoint, with tokenizer and chat template."""
-    try:
-        write_tiny(directory, arch=arch, seed=seed)
-    except (ValueError, OSError) as error:
-        raise Failure(str(error), 2) from error
+    write = ARCHITECTURES.get(arch)
+    if write is None:
+        raise Failure(f"--arch: {arch!r} is not one of {', '.join(ARCHITECTURES)}", 2)
+    _or_failure(lambda: write(directory, seed))
     console.print(f"wrote {directory}", highlight=False, soft_wrap=True)
 
 
