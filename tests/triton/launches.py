@@ -5,7 +5,18 @@ from collections.abc import Callable
 import torch
 
 from merestone.core.geometry import GroupSpec
+from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
+from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.norms import (
+    gated_rms_norm,
+    l2_norm,
+    layer_norm,
+    log_decay,
+    rms_norm,
+    swiglu,
+)
+from merestone.ops.triton.rows import Cells, Sequences
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
 
@@ -22,3 +33,44 @@ def copy() -> None:
     groups = {"full": (GroupSpec("full", page=1024), [Region(0, 1024)])}
     copier = Copier(arena, slots, groups, padding=(3, 1))
     copier.run(copier.encode((), 4))
+
+
+@launch
+def gemm() -> None:
+    bf16 = torch.bfloat16
+    for rows in (1, 32, 64, 512, 1024):
+        linear(torch.empty(rows, 4096, dtype=bf16), torch.empty(4096, 4096, dtype=bf16))
+        linear(torch.empty(rows, 4096, dtype=bf16), torch.empty(24576, 4096, dtype=bf16))
+    for rows in (1, 64, 512):
+        linear(torch.empty(rows, 16384, dtype=bf16), torch.empty(24, 16384))
+    linear(torch.empty(64, 3, 256, dtype=bf16), torch.empty(64, 512, 256, dtype=bf16))
+
+
+@launch
+def norms() -> None:
+    bf16 = torch.bfloat16
+    for width in (512, 1536, 4096):
+        rms_norm(torch.empty(3, width, dtype=bf16), torch.empty(width, dtype=bf16), 1e-5)
+    heads = torch.empty(128, 128)
+    gated_rms_norm(heads, torch.empty(128), heads.bfloat16(), 1e-5)
+    layer_norm(heads.bfloat16(), heads[0].bfloat16(), heads[1].bfloat16(), 1e-6)
+    l2_norm(heads.bfloat16(), 1e-6)
+    swiglu(torch.empty(3, 4096, dtype=bf16), 10.0)
+    for lowest in (-5.0, None):
+        log_decay(torch.empty(3, 8192, dtype=bf16), torch.empty(8192), torch.empty(64), lowest)
+
+
+def sequences(count: int) -> Sequences:
+    one = torch.zeros(count, dtype=torch.int32)
+    return Sequences(one, one, one, one[:, None].repeat(1, 4), one[:, None].repeat(1, 74))
+
+
+@launch
+def convolution() -> None:
+    bf16, width = torch.bfloat16, 24576
+    arena = torch.empty(2, 1 << 20, dtype=bf16)
+    pages = arena.as_strided((2, 16, width), (1 << 20, width, 1))
+    rows = torch.zeros(3, dtype=torch.int32)
+    tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
+    new = torch.empty(3, width, dtype=bf16)
+    conv(new, pages, tail, torch.empty(4, width), rows, rows, sequences(3))
