@@ -8,15 +8,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers.arena_double import Arena, Sequence, fork, step
+from layers.schedules import VOCAB, cuts, in_company, in_parts, text, whole
 from merestone.models.config import Glm5NextConfig
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.tiny_weights import draw
 
-VOCAB = 320
 CONFIG = Glm5NextConfig(
     vocab_size=VOCAB,
     hidden_size=64,
@@ -91,37 +90,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 each_pool = pytest.mark.parametrize("threads", [1, 2], indirect=True, ids=["1 thread", "2 threads"])
 
 
-def text(count: int, seed: int) -> list[int]:
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCAB, (count,), generator=source).tolist()
-
-
-def whole(model: Glm5Next, ids: list[int]) -> Tensor:
-    """Hidden rows of one pass, alone, in an arena of its own."""
-    return step(model, Arena(model.fields(), 64), [(Sequence(ids), len(ids))])[0]
-
-
-def in_parts(model: Glm5Next, ids: list[int], parts: list[int], seed: int = 0) -> Tensor:
-    """Hidden rows of a pass cut into ``parts``, now and then with a late anchor."""
-    arena = Arena(model.fields(), 64, seed)
-    sequence = Sequence(ids)
-    out = []
-    for i, count in enumerate(parts):
-        # A late anchor leaves at most two chunks of open rows.
-        may = sequence.length + count - sequence.anchor < 2 * 64
-        out += step(model, arena, [(sequence, count)], [may and (i + seed) % 3 == 0])
-    return torch.cat(out)
-
-
-def cuts(total: int, most: int, seed: int) -> list[int]:
-    source = torch.Generator().manual_seed(seed)
-    parts: list[int] = []
-    while sum(parts) < total:
-        part = int(torch.randint(1, most + 1, (1,), generator=source))
-        parts.append(min(part, total - sum(parts)))
-    return parts
-
-
 @each_pool
 @pytest.mark.parametrize("case", CASES)
 def test_any_split_has_the_bits_of_one_pass(case: str) -> None:
@@ -148,26 +116,8 @@ def test_batch_mates_do_not_matter(case: str) -> None:
     """Ragged sequences in one arena, in changing company and order."""
     model = build(*CASES[case])
     texts = [text(n, 10 + n) for n in (1, 5, 63, 64, 65, 130, 200, 260)]
-    expected = [whole(model, ids) for ids in texts]
-    arena = Arena(model.fields(), 200)
-    sequences = [Sequence(ids) for ids in texts]
-    got: list[list[Tensor]] = [[] for _ in texts]
-    source = torch.Generator().manual_seed(3)
-    while True:
-        left = [i for i, s in enumerate(sequences) if s.length < len(s.ids)]
-        if not left:
-            break
-        order = [left[int(i)] for i in torch.randperm(len(left), generator=source)]
-        work = []
-        for i in order[: 1 + int(torch.randint(len(order), (1,), generator=source))]:
-            most = [1, 3, 90][int(torch.randint(3, (1,), generator=source))]
-            room = len(sequences[i].ids) - sequences[i].length
-            work.append((i, min(most, room)))
-        outs = step(model, arena, [(sequences[i], n) for i, n in work])
-        for (i, _), out in zip(work, outs, strict=True):
-            got[i].append(out)
-    for parts, right in zip(got, expected, strict=True):
-        assert torch.equal(torch.cat(parts), right)
+    for ids, got in zip(texts, in_company(model, texts), strict=True):
+        assert torch.equal(got, whole(model, ids))
 
 
 def test_forks_share_pages_and_keep_their_bits() -> None:

@@ -274,8 +274,6 @@ def _kimi_config(hidden: int, layers: int, dtype: str, max_length: int) -> dict[
         "q_lora_rank": None,
         "qk_nope_head_dim": 16,
         "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
         "routed_scaling_factor": 2.446,
         "tie_word_embeddings": False,
         "topk_group": 1,
