@@ -148,7 +148,7 @@ class Weights:
     enders: tuple[int, ...]
     think: int
     end_think: int
-    outside: float = 0.1
+    outside: float = 0.03
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Weights:

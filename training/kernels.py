@@ -144,9 +144,9 @@ if HAS_TRITON:
         tl.store(sums + wide, s, mask=mask)
         m = m / s
         for k in range(ITERATIONS - 1):
-            s = tl.sum(m, axis=2, keep_dims=True) + eps
-            tl.store(sums + (2 * k + 1) * step + tall, s, mask=mask)
-            m = m / s
+            t = tl.sum(m, axis=2, keep_dims=True) + eps
+            tl.store(sums + (2 * k + 1) * step + tall, t, mask=mask)
+            m = m / t
             s = tl.sum(m, axis=1, keep_dims=True) + eps
             tl.store(sums + (2 * k + 2) * step + wide, s, mask=mask)
             m = m / s
@@ -157,9 +157,9 @@ if HAS_TRITON:
             s = tl.load(sums + (2 * k + 2) * step + wide, mask=mask, other=1.0)
             d = (d - tl.sum(d * m, axis=1, keep_dims=True)) / s
             m = m * s
-            s = tl.load(sums + (2 * k + 1) * step + tall, mask=mask, other=1.0)
-            d = (d - tl.sum(d * m, axis=2, keep_dims=True)) / s
-            m = m * s
+            t = tl.load(sums + (2 * k + 1) * step + tall, mask=mask, other=1.0)
+            d = (d - tl.sum(d * m, axis=2, keep_dims=True)) / t
+            m = m * t
         s = tl.load(sums + wide, mask=mask, other=1.0)
         d = (d - tl.sum(d * m, axis=1, keep_dims=True)) / s
         d = p * (d - tl.sum(d * p, axis=2, keep_dims=True))

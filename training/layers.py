@@ -8,7 +8,9 @@ The elementwise parts are plain functions, so that a GPU can compile them once f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,17 @@ def weighted_swiglu(both: Tensor, weights: Tensor, limit: float) -> Tensor:
     return (swiglu(gate, up, limit) * weights[:, :, None].to(both.dtype)).flatten(1)
 
 
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled where gradients are kept; as it is elsewhere, where torch 2.11 was seen to compile
+    these functions to wrong results."""
+    fused = torch.compile(function, dynamic=False)
+
+    def either(*arguments: Any) -> Any:
+        return fused(*arguments) if torch.is_grad_enabled() else function(*arguments)
+
+    return either
+
+
 class Compiled:
     """The functions above, compiled once for all layers, or as they are."""
 
@@ -110,7 +123,7 @@ class Compiled:
     def compile(self) -> None:
         torch._dynamo.config.cache_size_limit = 64
         for name in ("collapse", "expand", "convolve", "gated_norm", "weighted_swiglu", "rms"):
-            setattr(self, name, torch.compile(globals()[name], dynamic=False))
+            setattr(self, name, _compiled(globals()[name]))
 
 
 fast = Compiled()

@@ -73,9 +73,8 @@ class Target(nn.Module):
         self.embed_tokens = nn.Parameter(torch.randn(shape.vocab, shape.hidden) * 0.5)
         self.layers = nn.ModuleList(Layer(shape, number) for number in range(shape.layers))
         self.norm = ones(shape.hidden)
-        self.lm_head = nn.Parameter(
-            torch.randn(shape.vocab, shape.hidden) * (0.3 / math.sqrt(shape.hidden))
-        )
+        # Begins along the embedding, so that what attention brings from elsewhere is copied.
+        self.lm_head = nn.Parameter(self.embed_tokens.detach() * (0.6 / math.sqrt(shape.hidden)))
         self.mtp = Mtp(shape)
 
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ class Table:
         # A few letters only make keys alike, and matching them needs every token.
         count = rng.choice((1, 3, 8, 26, 26))
         self._letters = rng.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", count)
-        self._highest = rng.choice((99, 999, 999))
+        self._highest = rng.choice((99, 99, 99, 999))
         self._statement = rng.choice(STATEMENTS)
         self._mixed = rng.random() < 0.3
 

@@ -31,10 +31,10 @@ class Mix:
     """Shares of conversations: ``tools`` have functions, ``records`` have a table, ``thinking``
     think in any way; and shares of turns in a conversation that could have either."""
 
-    tools: float = 0.35
-    records: float = 0.75
-    thinking: float = 0.25
-    record_turns: float = 0.65
+    tools: float = 0.3
+    records: float = 0.9
+    thinking: float = 0.2
+    record_turns: float = 0.8
     tool_turns: float = 0.6
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from training.rows import Examples, Supply, make
 from training.scenes import Mix
 from training.shape import SMOKE, TINY
 
+WARM_UP = 3  # steps that count as compilation
 AHEAD = 24  # batches made before they are needed
 EVALUATED = (256, 1024, 4096, 8192)
 
@@ -109,19 +111,25 @@ def save(model: nn.Module, directory: Path) -> None:
     write_shards(state, directory)
 
 
-def train(run: Run, supply: Supply, options: argparse.Namespace) -> None:
+def train(
+    run: Run, supply: Supply, options: argparse.Namespace, keep: Callable[[], None]
+) -> None:
+    """``keep`` writes what there is; it is called now and then, and at the end."""
     model = run.model
     taught = {p for m in model.modules() if isinstance(m, Index) for p in m.parameters()}
     optimizer = optimizer_of(model, "", options.peak)
     learned = [p for group in optimizer.param_groups for p in group["params"]]
     trunk, index = [p for p in learned if p not in taught], [p for p in learned if p in taught]
     start = said = saved = measured = time.monotonic()
+    end = options.began + options.minutes * 60
     step = tokens = asked = 0
-    budget = options.minutes * 60
     model.train()
     while True:
         now = time.monotonic()
-        share = options.from_share + (1 - options.from_share) * (now - start) / budget
+        if step == WARM_UP:  # kernels are compiled: the run begins here
+            start = saved = measured = now
+        passed = (now - start) / max(end - start, 1e-9) if step >= WARM_UP else 0.0
+        share = options.from_share + (1 - options.from_share) * passed
         if share >= options.to_share:
             break
         stage = stage_at(share)
@@ -153,16 +161,17 @@ def train(run: Run, supply: Supply, options: argparse.Namespace) -> None:
             reached = tuple(n for n in EVALUATED if n <= max(stage.lengths) * 2)
             run.evaluate(tuple(n for n in reached if n <= options.longest), stage.sparse)
             measured = time.monotonic()
-        if now - saved > 60:
-            save(model, options.out)
+        if now - saved > 100:
+            keep()
             saved = time.monotonic()
-    save(model, options.out)
-    for sparse in (True, False):
-        run.evaluate(tuple(n for n in EVALUATED if n <= options.longest), sparse)
+    keep()
+    while supply.waiting:
+        supply.take()
+    run.evaluate(tuple(n for n in EVALUATED if n <= options.longest), sparse=True)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=20.0)
@@ -178,12 +187,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--say-every", type=float, default=5.0)
     parser.add_argument("--smoke", action="store_true", help="a small shape on the CPU")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    options = parse()
-    options.said_step = 0
+    options = parser(__doc__).parse_args()
+    options.said_step, options.began = 0, time.monotonic()
     tokenizer_file = options.tokenizer / "tokenizer.json"
     with Supply(options.seed, tokenizer_file, options.workers) as supply:
         device = torch.device("cpu" if options.smoke else "cuda")
@@ -199,7 +208,7 @@ def main() -> None:
         print(f"{count / 1e6:.2f}M parameters on {device}", flush=True)
         dtype = torch.float32 if options.smoke else torch.bfloat16
         run = Run(model, device, dtype, options.tokens, options.seed, tokenizer_file)
-        train(run, supply, options)
+        train(run, supply, options, lambda: save(model, options.out))
 
 
 if __name__ == "__main__":
