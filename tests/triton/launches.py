@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from merestone.core.geometry import GroupSpec
+from merestone.ops.triton.attention import Keys, attend, items
 from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.gemm import linear
@@ -74,3 +75,16 @@ def convolution() -> None:
     tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
     new = torch.empty(3, width, dtype=bf16)
     conv(new, pages, tail, torch.empty(4, width), rows, rows, sequences(3))
+
+
+@launch
+def attention() -> None:
+    q = torch.empty(2, 64, 512, dtype=torch.bfloat16)
+    arena = torch.empty(2, 1 << 20, dtype=torch.bfloat16)
+    tables = torch.zeros(2, 8, dtype=torch.int32)
+    keys = Keys(arena.as_strided((2, 1024, 512), (1 << 20, 512, 1)), tables)
+    seen = torch.ones(2, dtype=torch.int32)
+    for selection in (None, torch.zeros(2, 2112, dtype=torch.int32)):
+        for rows, split in ((16, True), (64, False)):
+            work = items([(0, 0, 1), (1, 1, 1)], 64, rows)
+            attend(q, keys, work, seen, 0.1, longest=2112, split=split, selection=selection)
