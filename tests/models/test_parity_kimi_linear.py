@@ -64,9 +64,11 @@ HF: dict[str, Any] = {
 
 def save_reference(directory: Path, **options: Any) -> None:
     """A checkpoint as transformers initialises and saves it; constants are shaken, so that none is
-    an accidental 0 or 1, and the head is scaled to spread the logits."""
+    an accidental 0 or 1, and the head is scaled to spread the logits. An option of ... is left out.
+    """
     torch.manual_seed(0)
-    model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**(HF | options)))
+    given = {name: value for name, value in (HF | options).items() if value is not ...}
+    model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**given))
     with torch.no_grad():
         for name, value in model.model.state_dict().items():
             if value.unique().numel() == 1:
@@ -87,7 +89,7 @@ HF_VARIANTS = [
     Variant("a large epsilon, which the latent's norm ignores", {"rms_norm_eps": 0.05}),
     Variant(
         "words and flat keys, two MLA layers in a row, other sizes",
-        {"linear_attn_config": {}, "layer_types": words((3, 4)), **FLAT},
+        {"linear_attn_config": ..., "layer_types": words((3, 4)), **FLAT},
     ),
     Variant("all dense layers", {"mlp_layer_types": ["dense"] * 8}),
     Variant("all expert layers", {"mlp_layer_types": ["sparse"] * 8}),
