@@ -9,6 +9,7 @@ from merestone.ops.triton.attention import Keys, attend, items
 from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.norms import (
     gated_rms_norm,
     l2_norm,
@@ -88,3 +89,20 @@ def attention() -> None:
         for rows, split in ((16, True), (64, False)):
             work = items([(0, 0, 1), (1, 1, 1)], 64, rows)
             attend(q, keys, work, seen, 0.1, longest=2112, split=split, selection=selection)
+
+
+@launch
+def sparse_index() -> None:
+    bf16 = torch.bfloat16
+    one = torch.ones(3, dtype=torch.int32)
+    rows = torch.empty(3, 288, dtype=bf16)
+    arena = torch.empty(2, 1 << 20, dtype=bf16)
+    raw = arena.as_strided((2, 16, 128), (1 << 20, 128, 1))
+    pools = arena.as_strided((2, 256, 128), (1 << 20, 128, 1))
+    tables = torch.zeros(3, 8, dtype=torch.int32)
+    positions = torch.empty(4, 128)
+    keys, gates, weights = rows[:, :128], rows[:, 128:256], rows[:, 256:]
+    write_pools(keys, gates, raw, raw, positions, pools, tables, one, one, sequences(3))
+    q = torch.empty(3, 32, 128, dtype=bf16)
+    scores = pool_scores(q, weights, pools, tables, one, one, longest=2048)
+    members(choose(scores, one, 512), one, 4, 2112)
