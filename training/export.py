@@ -1,23 +1,29 @@
 """From training parameters to a checkpoint in the published layout, and back.
 
-    python -m training.export --weights FILE --tokenizer DIR --out DIR
+    python -m training.export --weights DIR --tokenizer DIR --out DIR
 
 Knows the published tensor names. Matrices are stored in bf16; what the family keeps in fp32 stays.
+The draft goes to ``draft`` below ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.shape import SMOKE, TINY, Shape
+from training.draft import Draft
+from training.model import Target
+from training.shape import TINY, Shape
+from training.vocabulary import CONTROL, MASK
 
 SHARD_BYTES = 15 * 2**20
 PREFIX = "model.language_model."
@@ -197,3 +203,100 @@ def config(shape: Shape, ids: Mapping[str, int]) -> dict[str, object]:
             "projection_intermediate_size": 64,
         },
     }
+
+
+def published_draft(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Published names and tensors from a `Draft`'s state."""
+    bare = ("base_kernel", "predecessor_codebook", "successor_codebook")
+    for name, tensor in state.items():
+        block, _, leaf = name.rpartition(".")
+        if leaf in ("predecessor_codebook", "successor_codebook", "hidden_projection"):
+            name = f"candidate_selector.{leaf}"
+        elif leaf in ("gate_proj", "up_proj", "down_proj"):
+            name = f"{block}.mlp.{leaf}"
+        yield (name if leaf in bare else f"{name}.weight"), tensor
+
+
+def draft_config(shape: Shape, mask: int) -> dict[str, object]:
+    """config.json of the draft, as DFlash2 drafts are published."""
+    return {
+        "architectures": ["DFlash2DraftModel"],
+        "attention_bias": False,
+        "dflash_config": {
+            "block_size": shape.draft_block,
+            "conv_group_size": shape.draft_conv_group,
+            "conv_kernel_size": shape.draft_conv,
+            "mask_token_id": mask,
+            "selector_rank": shape.selector_rank,
+            "selector_top_k": shape.selector_topk,
+            "target_layer_ids": list(shape.draft_taps),
+        },
+        "dtype": "bfloat16",
+        "head_dim": shape.draft_size,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.draft_intermediate,
+        "is_causal": False,
+        "layer_types": ["sliding_attention"] * shape.draft_layers,
+        "max_position_embeddings": shape.max_length,
+        "max_window_layers": shape.draft_layers,
+        "model_type": "qwen3",
+        "num_attention_heads": shape.draft_heads,
+        "num_hidden_layers": shape.draft_layers,
+        "num_key_value_heads": shape.draft_heads,
+        "num_target_layers": shape.layers,
+        "rms_norm_eps": shape.eps,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "sliding_window": shape.draft_window,
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "vocab_size": shape.vocab,
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def export(weights: Path, tokenizer: Path, out: Path, shape: Shape) -> None:
+    """Write the whole model directory.
+
+    Raises:
+        RuntimeError: tensors are missing or misshapen.
+    """
+    tensors = read_shards(weights)
+    drafted = {n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")}
+    target = {n: t for n, t in tensors.items() if not n.startswith("draft.")}
+    # Loading is the check that nothing is missing or left over.
+    Target(shape).load_state_dict(target)
+    Draft(shape).load_state_dict(drafted)
+    (out / "draft").mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if tokenizer != out:
+            shutil.copy(tokenizer / name, out / name)
+    vocabulary = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    ids = {name: vocabulary.token_to_id(name) for name in CONTROL}
+    described = config(shape, ids)
+    _write_json(out / "config.json", described)
+    ends = [ids[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+    _write_json(
+        out / "generation_config.json",
+        {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[0], "temperature": 0.0},
+    )
+    _write_json(out / "draft" / "config.json", draft_config(shape, ids[MASK]))
+    write_shards({n: stored(n, t) for n, t in published(target, shape)}, out)
+    compact = {n: t.bfloat16().contiguous() for n, t in published_draft(drafted)}
+    save_file(compact, out / "draft" / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", type=Path, required=True, help="what training left")
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    export(options.weights, options.tokenizer, options.out, TINY)
+
+
+if __name__ == "__main__":
+    main()
