@@ -9,6 +9,7 @@ from merestone.ops.triton.attention import Keys, attend, items
 from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.norms import (
     gated_rms_norm,
@@ -106,3 +107,21 @@ def sparse_index() -> None:
     q = torch.empty(3, 32, 128, dtype=bf16)
     scores = pool_scores(q, weights, pools, tables, one, one, longest=2048)
     members(choose(scores, one, 512), one, 4, 2112)
+
+
+@launch
+def hyper_connections() -> None:
+    streams, n = torch.empty(3, 4, 4096, dtype=torch.bfloat16), 24
+    fn, base = torch.empty(n, 4 * 4096), torch.empty(n)
+    y, post, comb = enter(
+        streams,
+        fn,
+        base,
+        base,
+        torch.empty(4096, dtype=torch.bfloat16),
+        eps=1e-6,
+        rms_eps=1e-5,
+        norm_eps=1e-5,
+        iterations=20,
+    )
+    mean(leave(streams, y, post, comb))
