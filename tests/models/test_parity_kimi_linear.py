@@ -21,11 +21,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from merestone.models.kimi_config import read_kimi_config
+from merestone.models.kimi_linear import KimiLinear
 from merestone.models.loader import load_model
 from merestone.models.tiny import write_tiny_kimi
 from models.plain_loop import PlainLoop
 from models.reference import LONG, Pair, Variant, check, transformers
+from models.test_kimi_config import PUBLISHED
 
 
 def load(directory: Path) -> Pair:
@@ -111,3 +115,34 @@ def test_what_saving_renames(tmp_path: Path) -> None:
     assert "model.layers.0.block_sparse_moe.gate_proj.weight" in names
     assert not any(name.startswith("model.layers.0.mlp.") for name in names)
     assert json.loads((tmp_path / "config.json").read_text())["mlp_layer_types"][0] == "dense"
+
+
+class Declared:
+    """A source that makes shapes only, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, device="meta")
+        self.count += tensor.numel()
+        return tensor
+
+
+def test_the_published_shape_has_all_its_parameters(tmp_path: Path) -> None:
+    """Kimi-Linear-48B-A3B, on paper: as many parameters as in the reference."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    declared = Declared()
+    model = KimiLinear(read_kimi_config(tmp_path), declared, torch.bfloat16)
+    options = {k: v for k, v in PUBLISHED.items() if k not in ("rope_scaling", "rope_theta")}
+    with torch.device("meta"):
+        theirs = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**options))
+    buffers = (v.numel() for n, v in theirs.named_buffers() if "e_score_correction_bias" in n)
+    total = sum(v.numel() for v in theirs.parameters()) + sum(buffers)
+    assert declared.count == total
+    assert 48e9 < total < 50e9
+    # What a token leaves behind: 576 values in each of 7 layers; an anchor, 2 MiB in each of 20.
+    rows = [field for field in model.fields() if field.home == "full"]
+    assert sum(field.bytes for field in rows) == 7 * 1152
+    states = [field for field in model.fields() if field.name == "state"]
+    assert sum(field.bytes for field in states) == 20 << 21
