@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -40,6 +41,7 @@ from merestone.sched.plan import SamplingParams
 STREAMS = 8
 DECODED = 65  # tokens of a decode run
 SHORT = 64  # tokens of its prompts
+AGREEMENT = (64, 200, 700)  # prompt tokens of the comparison with transformers
 TIMEOUT_S = 600.0
 
 
@@ -126,10 +128,10 @@ def first_tokens(asked: Asked, name: str, length: int, vocab: int, runs: int) ->
             warms.append(warm.first_s)
         colds.append(cold.first_s)
     cold_s, warm_s = median(colds), median(warms)
-    return {"cold_s": cold_s, "warm_s": warm_s, "warm_to_cold": warm_s / cold_s}
+    return {"cold_s": cold_s, "warm_s": warm_s, "warm_to_cold": warm_s / cold_s, "colds": colds}
 
 
-def decode_rates(asked: Asked, name: str, vocab: int, runs: int) -> dict[str, float]:
+def decode_rates(asked: Asked, name: str, vocab: int, runs: int) -> dict[str, Any]:
     """Tokens a second of one stream, and of ``STREAMS`` together."""
     prompts = [stream(SHORT, number, vocab=vocab) for number in range(STREAMS)]
     alone, together = [], []
@@ -140,7 +142,12 @@ def decode_rates(asked: Asked, name: str, vocab: int, runs: int) -> dict[str, fl
             raise WrongResult(f"alone {one.ids}, among {STREAMS} {many[0].ids}")
         alone.append(one.decode_rate)
         together.append(_together(many))
-    return {"alone": median(alone), "together": median(together)}
+    return _rates(alone, together)
+
+
+def _rates(alone: list[float], together: list[float]) -> dict[str, Any]:
+    samples = {"alone": alone, "together": together}
+    return {"alone": median(alone), "together": median(together), "samples": samples}
 
 
 def _together(results: Sequence[Timed]) -> float:
@@ -159,27 +166,60 @@ def reference_figures(
             reference.generate([stream(length, run, vocab=vocab)], 1)[0].first_s
             for run in range(runs)
         ]
-        firsts[str(length)] = {"cold_s": median(times)}
+        firsts[str(length)] = {"cold_s": median(times), "colds": times}
     prompts = [stream(SHORT, number, vocab=vocab) for number in range(STREAMS)]
     alone = [reference.generate(prompts[:1], DECODED)[0].decode_rate for _ in range(runs)]
     together = [_together(reference.generate(prompts, DECODED)) for _ in range(runs)]
-    rates = {"alone": median(alone), "together": median(together)}
-    return {"first_token": firsts, "decode": rates}
+    return {"first_token": firsts, "decode": _rates(alone, together)}
 
 
-def agreement(asked: Asked, reference: Reference, vocab: int) -> dict[str, Any]:
+def agreement(ours: Sequence[Timed], theirs: Sequence[Timed]) -> dict[str, Any]:
     """Whether transformers gives our ids; if not, where the first differs."""
-    tokens, different = 0, []
-    for number, length in enumerate((64, 200, 700)):
-        prompt = stream(length, number, vocab=vocab)
-        (ours,) = asked.generate([prompt], 32, f"agreement-{number}")
-        (theirs,) = reference.generate([prompt], 32)
-        tokens += len(ours.ids)
-        if ours.ids != theirs.ids:
-            pairs = zip(ours.ids, theirs.ids, strict=True)
-            at = next(at for at, (one, other) in enumerate(pairs) if one != other)
-            different.append({"prompt": length, "at": at})
+    different = []
+    for one, other in zip(ours, theirs, strict=True):
+        if one.ids != other.ids:
+            pairs = enumerate(zip(one.ids, other.ids, strict=True))
+            different.append(next(at for at, (a, b) in pairs if a != b))
+    tokens = sum(len(result.ids) for result in ours)
     return {"tokens": tokens, "equal": not different, "first_differences": different}
+
+
+def measure(
+    directory: Path, fresh: bool, options: EngineOptions, sizes: Sequence[int], runs: int
+) -> dict[str, Any]:
+    """All figures. An OpenMP pool belongs to a thread, and two of them in a process slow each
+    other down: the engine is built by a thread that ends, and transformers runs when the engine's
+    own has ended."""
+
+    def build() -> LocalEngine:
+        if fresh:
+            write_tiny(directory)
+        return build_engine(directory, options, "bench")
+
+    with ThreadPoolExecutor(1) as builder:
+        engine = builder.submit(build).result()
+    vocab = min(engine.info.vocab_size, 256)
+    prompts = [stream(length, number, vocab=vocab) for number, length in enumerate(AGREEMENT)]
+    engine.start()
+    try:
+        direct = InProcess(engine)
+        answers = [direct.generate([prompt], 32, "agreement")[0] for prompt in prompts]
+        ours = figures(direct, "direct", sizes, vocab, runs)
+    finally:
+        engine.stop()
+    with merestone_process(_serve_options(directory, options)) as url:
+        http = figures(OverHttp(url), "http", sizes, vocab, runs)
+    torch.set_num_threads(options.threads or 1)
+    reference = Reference(directory)
+    agreed = agreement(answers, [reference.generate([p], 32)[0] for p in prompts])
+    theirs = reference_figures(reference, sizes, vocab, runs)
+    return {
+        "agreement": agreed,
+        "in_process": ours,
+        "http": http,
+        "transformers": theirs,
+        "ratios": ratios(ours, theirs),
+    }
 
 
 def figures(asked: Asked, name: str, lengths: Sequence[int], vocab: int, runs: int) -> Any:
@@ -246,26 +286,12 @@ def main(
     """Measure, compare and report."""
     logging.getLogger("merestone").setLevel(logging.ERROR)
     sizes = [int(length) for length in lengths.split(",")]
+    report = about(threads, "tiny" if model is None else model.name)
+    options = EngineOptions(dtype="float32", threads=threads, memory=memory << 20)
     with tempfile.TemporaryDirectory() as scratch:
         directory = model or Path(scratch)
-        if model is None:
-            write_tiny(directory)
-        options = EngineOptions(dtype="float32", threads=threads, memory=memory << 20)
-        engine = build_engine(directory, options, "bench")
-        reference = Reference(directory)
-        report = about(threads, "tiny" if model is None else model.name)
-        vocab = min(engine.info.vocab_size, 256)
         try:
-            engine.start()
-            direct = InProcess(engine)
-            report["agreement"] = agreement(direct, reference, vocab)
-            ours = figures(direct, "direct", sizes, vocab, runs)
-            engine.stop()
-            report |= {"in_process": ours}
-            with merestone_process(_serve_options(directory, options)) as url:
-                report["http"] = figures(OverHttp(url), "http", sizes, vocab, runs)
-            theirs = reference_figures(reference, sizes, vocab, runs)
-            report |= {"transformers": theirs, "ratios": ratios(ours, theirs)}
+            report |= measure(directory, model is None, options, sizes, runs)
         except WrongResult as error:
             print(json.dumps({**report, "refused": str(error)}))
             sys.exit(1)
@@ -285,6 +311,8 @@ def _serve_options(directory: Path, options: EngineOptions) -> list[str]:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
