@@ -82,8 +82,7 @@ class Harness:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            while self.engine.inbox:
-                self.engine.inbox.popleft()()
+            self.engine.take()
             self.engine.step()
             self.audit()
 

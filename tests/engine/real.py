@@ -69,8 +69,7 @@ class Real:
         return reply
 
     def step(self) -> None:
-        while self.engine.inbox:
-            self.engine.inbox.popleft()()
+        self.engine.take()
         self.engine.step()
         audit(self.engine.cache, [seq.lease for seq in self.engine.scheduler.running])
 

@@ -13,6 +13,9 @@ from merestone.core.frames import FramePool, HiddenRows
 from merestone.core.index import PrefixIndex, Tokens
 from merestone.core.policy import Cost, EvictionKey, eviction_key
 
+MANY = 512
+"""Evictable checkpoints beyond which eviction frees more than it is asked for."""
+
 
 class OutOfFrames(Exception):
     """There is no room, even if everything evictable were evicted.
@@ -126,7 +129,11 @@ class Shelf:
             raise OutOfFrames(needed, available)
         heap = [(self._key(c), c) for c in self.evictable.values()]
         heapq.heapify(heap)
-        while self.pool.free < needed:
+        goal = needed
+        if len(heap) > MANY:
+            # Ranking them all costs: make room for the next calls too.
+            goal = min(available, needed + len(self.pool.refs) // 128)
+        while self.pool.free < goal and heap:
             key, checkpoint = heapq.heappop(heap)
             if not checkpoint.evictable:
                 continue

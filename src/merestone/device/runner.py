@@ -75,8 +75,6 @@ class Runner:
             if work.start < work.end:
                 segments.append(slot.segment(work, len(tokens)))
                 tokens += work.tokens
-                del slot.tokens[work.start :]
-                slot.tokens += work.tokens
         if not segments:
             return set()
         positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
@@ -140,13 +138,13 @@ class Runner:
             token = sample(
                 row,
                 params,
-                prompt=torch.tensor(slot.tokens[: slot.prompt]),
-                output=torch.tensor(slot.tokens[slot.prompt :], dtype=torch.int64),
+                prompt=slot.ids[: slot.prompt],
+                output=slot.ids[slot.prompt : slot.known],
                 position=work.end,
                 choice=slot.choice,
             )
         entry = None if params.logprobs is None else logprob(row, token, params.logprobs)
-        slot.tokens.append(token)
+        slot.append(token)
         return WorkResult(work.slot, token, entry)
 
     def _result(self, work: Work, results: dict[int, WorkResult]) -> WorkResult:

@@ -19,10 +19,12 @@ from merestone.sched.plan import Admit, SamplingParams, TokenLogprob, Work
 class Slot:
     """One running request: ids, page tables and last hidden rows.
 
+    ``ids`` [capacity] int64, the first ``known`` of them valid, ``prompt`` of those the prompt.
     ``hidden`` [n, hidden_size] are the rows of positions below ``hidden_at``, since the anchor.
     """
 
-    tokens: list[int]
+    ids: Tensor
+    known: int
     prompt: int
     choice: int
     params: SamplingParams
@@ -34,10 +36,18 @@ class Slot:
     @classmethod
     def admit(cls, admit: Admit, groups: tuple[str, ...]) -> Slot:
         tables = {group: torch.full((16,), -1, dtype=torch.int64) for group in groups}
-        slot = cls(list(admit.tokens), admit.prompt, admit.choice, admit.params, tables)
+        ids, known = torch.tensor(admit.tokens, dtype=torch.int64), len(admit.tokens)
+        slot = cls(ids, known, admit.prompt, admit.choice, admit.params, tables)
         for delta in admit.pages:
             slot.bind(delta)
         return slot
+
+    def append(self, token: int) -> None:
+        """One more id; the buffer grows by doubling."""
+        if self.known == len(self.ids):
+            self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)])
+        self.ids[self.known] = token
+        self.known += 1
 
     def bind(self, delta: PageDelta) -> None:
         """Take over changed entries of a page table; tables grow by doubling."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from merestone.core.checkpoint import Kind
 from merestone.engine.api import (
     CacheReport,
+    EngineInfo,
+    EngineRefusal,
     Event,
     Finished,
     GenerateRequest,
@@ -22,6 +25,35 @@ from merestone.sched.plan import WorkResult
 from merestone.sched.request import Sequence
 
 
+def check(request: GenerateRequest, info: EngineInfo) -> None:
+    """Refuse what can never run.
+
+    Raises:
+        EngineRefusal: with a stable code, and the numbers in its message.
+    """
+    limit, size, prompt = info.context_limit, info.vocab_size, len(request.tokens)
+    if prompt == 0:
+        raise EngineRefusal("empty_prompt", "the prompt has no tokens")
+    output = 1 if request.max_tokens is None else request.max_tokens
+    if output < 0 or request.n < 1:
+        raise EngineRefusal("invalid_count", f"max_tokens {output} and n {request.n} are counts")
+    if prompt + output > limit:
+        raise EngineRefusal(
+            "context_length_exceeded",
+            f"This server's context is {limit} tokens, but the request needs at least "
+            f"{prompt + output}: {prompt} in the prompt and {output} in the completion.",
+        )
+    biased = [token for token, _ in request.params.logit_bias]
+    for token in (*request.tokens, *biased, *request.params.banned):
+        if not 0 <= token < size:
+            raise EngineRefusal(
+                "invalid_token_id", f"token ids must lie in [0, {size}), not {token}"
+            )
+    for at, kind in request.boundaries:
+        if kind not in tuple(Kind):
+            raise EngineRefusal("invalid_boundary", f"{kind!r} at {at} is no kind of boundary")
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
     """The outward half of a sequence. Times in seconds of the engine's clock."""
@@ -31,13 +63,17 @@ class Choice:
     sink: Sink
     text: TextStream | None
     submitted: float
+    cached: bool = True
+    """Whether the cache that requests share was asked at all."""
     admitted: float | None = None
     first: float | None = None
 
     @property
     def report(self) -> CacheReport:
         seq = self.sequence
-        return CacheReport(seq.matched, seq.restored, seq.kind, seq.lost)
+        # Choices beyond the first start from the first one's prompt, whatever the cache is.
+        lost = seq.lost if self.cached or seq.restored else "disabled"
+        return CacheReport(seq.matched, seq.restored, seq.kind, lost)
 
     def started(self, now: float) -> list[Event]:
         """The first event, once the sequence has been admitted."""
@@ -65,6 +101,11 @@ class Choice:
         elif end is not None:
             events.append(self.finished(*end, now))
         return events, met or end is not None
+
+    def failed(self, error: str, now: float) -> Finished:
+        """The last event after something broke; its text is not asked for any more."""
+        self.text = None
+        return self.finished("error", None, now, error)
 
     def finished(
         self, reason: str, stop: int | str | None, now: float, error: str | None = None

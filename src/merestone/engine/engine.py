@@ -27,11 +27,14 @@ from merestone.engine.api import (
     Sink,
     Stats,
 )
-from merestone.engine.choice import Choice
+from merestone.engine.choice import Choice, check
 from merestone.engine.report import Ages, cache_view, engine_stats
 from merestone.sched.plan import StepPlan, StepResult
 from merestone.sched.request import Sequence
 from merestone.sched.scheduler import Outcome, Scheduler
+
+LOST_STEPS = 3
+"""Failed steps in a row from which on the engine calls itself failed; a good one takes it back."""
 
 log = logging.getLogger("merestone.engine")
 Answer = TypeVar("Answer")
@@ -71,6 +74,9 @@ class LocalEngine:
         self.arrivals = 0
         self.inbox: deque[Callable[[], None]] = deque()
         self.wake = threading.Condition()
+        self.live: set[str] = set()
+        """Ids of requests that have not ended; guarded by ``wake``."""
+        self.lost_in_a_row = 0
         self.stopping = False
         self.broken: str | None = None
         self.thread: threading.Thread | None = None
@@ -78,8 +84,15 @@ class LocalEngine:
     # -- front: any thread ----------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        self._check(request)
-        self._post(lambda: self._add(request, sink))
+        check(request, self.info)
+        with self.wake:
+            if self.stopping:
+                raise EngineRefusal("engine_stopped", "the engine has stopped")
+            if request.id in self.live:
+                raise EngineRefusal("duplicate_id", f"request {request.id!r} is still running")
+            self.live.add(request.id)
+            self.inbox.append(lambda: self._add(request, sink))
+            self.wake.notify()
 
     def abort(self, request_id: str) -> None:
         self._post(lambda: self._abort(request_id))
@@ -99,10 +112,12 @@ class LocalEngine:
 
     def health(self) -> dict[str, object]:
         alive = self.thread is not None and self.thread.is_alive()
-        status = "ok" if alive and self.broken is None else "failed"
+        reason = self.broken or ("" if alive else "the engine is not running")
+        if not reason and self.lost_in_a_row >= LOST_STEPS:
+            reason = f"the last {self.lost_in_a_row} steps failed"
         return {
-            "status": status,
-            "reason": self.broken or ("" if alive else "the engine is not running"),
+            "status": "failed" if reason else "ok",
+            "reason": reason,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "steps": self.scheduler.step,
@@ -121,36 +136,17 @@ class LocalEngine:
             self.wake.notify()
         if self.thread is not None:
             self.thread.join()
+        else:
+            self._close()
 
-    def _check(self, request: GenerateRequest) -> None:
-        limit, prompt = self.info.context_limit, len(request.tokens)
-        if prompt == 0:
-            raise EngineRefusal("empty_prompt", "the prompt has no tokens")
-        output = 1 if request.max_tokens is None else request.max_tokens
-        if prompt + output > limit:
-            raise EngineRefusal(
-                "context_length_exceeded",
-                f"This server's context is {limit} tokens, but the request needs at least "
-                f"{prompt + output}: {prompt} in the prompt and {output} in the completion.",
-            )
-        high = max(request.tokens)
-        if high >= self.info.vocab_size or min(request.tokens) < 0:
-            raise EngineRefusal(
-                "invalid_token_id",
-                f"token ids must lie in [0, {self.info.vocab_size}), not {high}",
-            )
-
-    def _post(self, action: Callable[[], None]) -> None:
-        """Hand an action to the engine's thread.
-
-        Raises:
-            EngineRefusal: the engine has stopped and would never take it.
-        """
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Hand an action to the engine's thread. False if that takes none any more."""
         with self.wake:
             if self.stopping:
-                raise EngineRefusal("engine_stopped", "the engine has stopped")
+                return False
             self.inbox.append(action)
             self.wake.notify()
+            return True
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         """Run a question between two steps, on the engine's thread."""
@@ -164,7 +160,8 @@ class LocalEngine:
             except Exception as error:
                 future.set_exception(error)
 
-        self._post(answer)
+        if not self._post(answer):
+            return question()  # its thread touches nothing any more
         return future.result()
 
     # -- the loop -------------------------------------------------------------------------------
@@ -174,12 +171,9 @@ class LocalEngine:
             with self.wake:
                 while not (self.inbox or self.scheduler.busy or self.stopping):
                     self.wake.wait()
-                actions = list(self.inbox)
-                self.inbox.clear()
             try:
-                for action in actions:
-                    action()
                 if not self.stopping:
+                    self.take()
                     self.step()
             except Exception as error:
                 # Nothing is trusted after a failure in deciding: end, say so, publish nothing.
@@ -189,14 +183,20 @@ class LocalEngine:
                 self._close()
                 return
 
+    def take(self) -> None:
+        """Run what was posted, in order."""
+        while self.inbox:
+            self.inbox.popleft()()
+
     def _close(self) -> None:
-        """No new actions; those already posted still get their answer, then everything ends."""
+        """No new actions; those already posted still run, then every request ends."""
         with self.wake:
             self.stopping = True
-            actions = list(self.inbox)
-            self.inbox.clear()
-        for action in actions:
-            action()
+        while self.inbox:
+            try:
+                self.take()
+            except Exception:
+                log.exception("an action failed while the engine stopped")
         self._end_all()
 
     def step(self) -> bool:
@@ -210,9 +210,11 @@ class LocalEngine:
         except Exception as error:
             log.exception("a step failed")
             self.counters["failed_steps"] += 1
+            self.lost_in_a_row += 1
             outcomes = self.scheduler.fail(f"a step failed: {type(error).__name__}: {error}")
         else:
             outcomes = self.scheduler.apply(result)
+            self.lost_in_a_row = 0
         self._report(outcomes)
         if plan.saves or plan.after:
             self.ages.note(self.cache, self.clock())
@@ -221,23 +223,39 @@ class LocalEngine:
     def _report(self, outcomes: list[Outcome]) -> None:
         now = self.clock()
         for outcome in outcomes:
-            choice = self.choices[outcome.sequence]
-            if outcome.result is None:
-                self._emit(choice, [choice.finished("error", None, now, outcome.error)])
-                self._forget(choice)
+            choice = self.choices.get(outcome.sequence)
+            if choice is None:  # ended by another choice's failing sink
                 continue
-            events, done = choice.take(outcome.result, now)
+            if outcome.result is None:
+                self._fail(choice, outcome.error or "", now)
+                continue
+            try:
+                events, done = choice.take(outcome.result, now)
+            except Exception as error:
+                log.exception("a choice could not be reported")
+                self.scheduler.abort(outcome.sequence)
+                self._fail(choice, f"{type(error).__name__}: {error}", now)
+                continue
             if done:
                 self.scheduler.finish(outcome.sequence, Kind.RESPONSE)
                 self._forget(choice)
             self._emit(choice, events)
 
+    def _fail(self, choice: Choice, error: str, now: float) -> None:
+        """End a choice that is in no queue any more."""
+        self._forget(choice)
+        self._emit(choice, [choice.failed(error, now)])
+
     def _emit(self, choice: Choice, events: list[Event]) -> None:
-        if events:
-            try:
-                choice.sink(events)
-            except Exception:
-                log.exception("a sink failed; its request is dropped")
+        if not events:
+            return
+        try:
+            choice.sink(events)
+        except Exception:
+            log.exception("a sink failed; its request is dropped")
+            for other in list(self.requests.get(choice.request.id, ())):
+                self.scheduler.abort(other.sequence)
+                self._forget(other)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -263,13 +281,14 @@ class LocalEngine:
                 stop_ids=frozenset(request.stop_ids),
                 boundaries=boundaries_to_seal(prompt, wanted),
                 seals=shared or request.n > 1,
-                matches=number > 0 or (shared and request.prompt_logprobs is None),
+                # A private root holds nothing but what the request itself left there.
+                matches=number > 0 or request.prompt_logprobs is None,
                 priority=request.priority,
                 arrival=self.arrivals,
                 prompt_logprobs=request.prompt_logprobs if number == 0 else None,
             )
             text = request.text() if request.text else None
-            choices.append(Choice(request, sequence, sink, text, now))
+            choices.append(Choice(request, sequence, sink, text, now, shared))
         if not shared:
             self.private.add(root)
         self.requests[request.id] = choices
@@ -292,14 +311,19 @@ class LocalEngine:
         left.remove(choice)
         if not left:
             del self.requests[sequence.id]
+            with self.wake:
+                self.live.discard(sequence.id)
             if sequence.root in self.private:
                 self.private.discard(sequence.root)
                 self.cache.reset(sequence.root)
 
     def _end_all(self) -> None:
         now = self.clock()
-        reason = "error" if self.broken else "abort"
         for choice in list(self.choices.values()):
-            self._emit(choice, [choice.finished(reason, None, now, self.broken)])
+            if self.broken:
+                event = choice.failed(self.broken, now)
+            else:
+                event = choice.finished("abort", None, now)
+            self._emit(choice, [event])
         self.choices.clear()
         self.requests.clear()

@@ -183,8 +183,10 @@ class MlaLayer:
         for block in group.blocks(max(room, 1)):
             counts = (s.index_topk + block.seen % s.index_pool).view(-1, 1)
             tokens = selection[block.rows].view(-1, s.width)
+            # No choice could be made from damaged keys: the row must not look as if it had.
+            damaged = tokens[:, :1] < 0
             # Past a row's count the tokens are those of nobody: read token 0 instead.
-            tokens = tokens.masked_fill(torch.arange(s.width) >= counts, 0)
+            tokens = tokens.masked_fill((torch.arange(s.width) >= counts) | damaged, 0)
             if keys is not None:
                 chosen = keys.index_select(0, tokens.flatten())
             else:
@@ -194,6 +196,7 @@ class MlaLayer:
             q = query[block.rows.flatten()]
             chosen = chosen.view(q.shape[0], s.width, s.kv_rank)
             out = attend(q, chosen, counts.expand(-1, s.heads), s.key_dim**-0.5)
+            out = out.masked_fill(damaged[:, :, None], float("nan"))
             block.put(mixed, out.view(*block.rows.shape, s.heads, s.kv_rank))
 
 

@@ -47,20 +47,21 @@ def pool_scores(q: Tensor, weights: Tensor, pools: Tensor) -> Tensor:
 def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
     """The ``k`` best of each row's first ``complete`` pools, ascending: [R, P], [R] -> [R, k].
 
-    Among equal scores the lowest pools are taken. ``complete`` is at least ``k``. Always k per row,
-    whatever the scores (NaN counts as lowest).
+    Among equal scores the lowest pools are taken. ``complete`` is at least ``k``. A row with a
+    score that is not a number has no best ones: it gets -1.
     """
     lowest = float("-inf")
     outside = torch.arange(scores.shape[1]) >= complete[:, None]
-    scores = scores.masked_fill(outside | scores.isnan(), lowest)
+    unknown = scores.isnan()
+    scores = scores.masked_fill(outside | unknown, lowest)
     # topk's values are exact; which of several equal ones it picks is not used.
     threshold = scores.topk(k).values[:, -1:]
     above = scores > threshold
     equal = scores == threshold
     wanted = k - above.sum(1, keepdim=True)
     taken = above | (equal & (equal.cumsum(1) <= wanted))
-    best: Tensor = taken.nonzero()[:, 1]
-    return best.view(-1, k)
+    best: Tensor = taken.nonzero()[:, 1].view(-1, k)
+    return best.masked_fill((unknown & ~outside).any(1, keepdim=True), -1)
 
 
 def members(pools: Tensor, complete: Tensor, size: int, width: int) -> Tensor:

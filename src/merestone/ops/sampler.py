@@ -54,9 +54,10 @@ def sample(
     scores = process(row, params, prompt=prompt, output=output)
     if params.temperature == 0.0:
         return int(scores.argmax())
-    scores = truncate(scores / params.temperature, params)
+    # From the maximum down: a tiny temperature then makes -inf of the others, never inf of all.
+    scores = truncate((scores - scores.max()).double() / params.temperature, params)
     noise = gumbel(row.shape[0], params.seed, choice, position)
-    return int((scores.double() + noise).argmax())
+    return int((scores + noise).argmax())
 
 
 def process(row: Tensor, params: SamplingParams, *, prompt: Tensor, output: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from merestone.core.cache import Cache, Match
+from merestone.core.checkpoint import Checkpoint, State
 from merestone.sched.request import Sequence
 
 LOOKAHEAD = 64
@@ -36,21 +37,43 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         self.items.remove(seq)
         self.unprotect(seq)
-        seq.waits_for = None
+        seq.waits_for, seq.looked_up = None, False
 
     def match(self, seq: Sequence) -> Match:
         if not seq.matches:
             return NO_MATCH
         return self.cache.match(seq.root, seq.tokens)
 
+    # -- soft protection ------------------------------------------------------------------------
+
     def protect(self) -> None:
-        """Spare the matches of the first waiting sequences: one look-up each, when it arrives."""
+        """Spare the matches of the first waiting sequences. One look-up each, when it arrives and
+        when what it found was dropped; deeper ones are offered as they are published."""
         for seq in self.items[:LOOKAHEAD]:
-            if seq.protects is None and seq.matches:
-                found = self.match(seq).checkpoint
-                if found is not None:
-                    self.cache.protect(found)
-                    seq.protects = found
+            if seq.protects is not None and seq.protects.state is State.DROPPED:
+                self.unprotect(seq)
+                seq.looked_up = False
+            if not seq.looked_up:
+                seq.looked_up = True
+                self._protect(seq, self.match(seq).checkpoint)
+
+    def offer(self, published: Checkpoint, owner: Sequence) -> None:
+        """A checkpoint was published: spare it for those who will start from it."""
+        at = published.at
+        for seq in self.items[:LOOKAHEAD]:
+            deeper = seq.protects is None or seq.protects.at < at
+            if (
+                (deeper and seq.matches and seq.looked_up and seq.root == published.root)
+                and at <= seq.known
+                and np.array_equal(owner.buffer[:at], seq.buffer[:at])
+            ):
+                self.unprotect(seq)
+                self._protect(seq, published)
+
+    def _protect(self, seq: Sequence, found: Checkpoint | None) -> None:
+        if found is not None:
+            self.cache.protect(found)
+            seq.protects = found
 
     def unprotect(self, seq: Sequence) -> None:
         if seq.protects is not None:
@@ -65,11 +88,21 @@ class WaitingQueue:
                 return True
         return False
 
-    def must_wait(self, seq: Sequence, found: Match, running: Iterable[Sequence]) -> bool:
-        """Single flight: whether a running leader is about to seal something worth waiting for.
+    # -- single flight --------------------------------------------------------------------------
 
-        The boundary must already be planned in the leader, be a prefix of this prompt, and be
-        deeper than the match. The leader then runs at this sequence's priority.
+    def inherit(self, running: Iterable[Sequence]) -> None:
+        """Let leaders run at the best priority of those who still wait for them."""
+        for leader in running:
+            leader.inherited = None
+        for seq in self.items:
+            if self.still_waits(seq):
+                self._lend(seq)
+
+    def must_wait(self, seq: Sequence, found: Match, running: Iterable[Sequence]) -> bool:
+        """Whether something worth waiting for is about to be sealed or published.
+
+        A boundary counts if it is already planned in a running leader, is a prefix of this
+        prompt, and is deeper than the match. The leader then runs at this sequence's priority.
         """
         if found.pending is not None:
             return True
@@ -81,9 +114,7 @@ class WaitingQueue:
             depth = self._shared_boundary(leader, seq, found.at)
             if depth:
                 seq.waits_for = (leader, depth)
-                priority = seq.rank[0]
-                if priority < leader.rank[0]:
-                    leader.inherited = priority
+                self._lend(seq)
                 return True
         seq.waits_for = None
         return False
@@ -95,6 +126,13 @@ class WaitingQueue:
             return False
         leader, depth = seq.waits_for
         return leader.lease is not None and depth in leader.planned()
+
+    @staticmethod
+    def _lend(seq: Sequence) -> None:
+        assert seq.waits_for is not None
+        leader, priority = seq.waits_for[0], seq.rank[0]
+        if priority < leader.rank[0]:
+            leader.inherited = priority
 
     @staticmethod
     def _shared_boundary(leader: Sequence, seq: Sequence, above: int) -> int:

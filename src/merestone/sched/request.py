@@ -51,6 +51,8 @@ class Sequence:
     slot: int = -1
     lease: Lease | None = None
     protects: Checkpoint | None = None
+    looked_up: bool = False
+    overtaken: int = 0
     waits_for: tuple[Sequence, int] | None = None
     inherited: int | None = None
     matched: int = 0
@@ -113,6 +115,13 @@ class Sequence:
         if self.prompt_logprobs is None:
             return ()
         return tuple(self.buffer[start + 1 : min(end + 1, self.prompt)].tolist())
+
+    @property
+    def resumable(self) -> bool:
+        """Whether rows exist beyond what it started from: only then is there a row to seal with."""
+        assert self.lease is not None
+        origin = self.lease.origin
+        return self.computed > (origin.at if origin else 0)
 
     @property
     def stops(self) -> tuple[int, ...]:

@@ -7,60 +7,23 @@ the cache's verbs. Must not know tensors, text, clocks or ranks; a plan is all t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+
+import numpy as np
 
 from merestone.core.cache import Cache, Extension, Match, OutOfFrames
 from merestone.core.checkpoint import Checkpoint, Kind, State
 from merestone.core.geometry import anchor_of
-from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, check_disjoint
+from merestone.core.orders import LoadHidden, SaveHidden
 from merestone.core.policy import pass_end
+from merestone.sched.flight import Flight
 from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
 from merestone.sched.queue import NO_MATCH, WaitingQueue
 from merestone.sched.request import Sequence
 
-
-@dataclass(slots=True)
-class Flight:
-    """A plan in the making, and what must be remembered until its result arrives."""
-
-    now: int
-    saves: list[SaveHidden] = field(default_factory=list)
-    frees: list[int] = field(default_factory=list)
-    admits: list[Admit] = field(default_factory=list)
-    before: list[CopyRows | LoadHidden] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-    after: list[SaveHidden] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    sealed: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
-
-    def admitted(self, slot: int) -> bool:
-        """Whether the slot's request was admitted by this very plan."""
-        return any(admit.slot == slot for admit in self.admits)
-
-    def unbind(self, slot: int) -> None:
-        """Undo what this plan says about a slot that it admits."""
-        if self.admitted(slot):
-            self.admits = [admit for admit in self.admits if admit.slot != slot]
-            self.before = [
-                order
-                for order in self.before
-                if not (isinstance(order, LoadHidden) and order.slot == slot)
-            ]
-
-    def freeze(self) -> StepPlan:
-        check_disjoint((*self.saves,))
-        check_disjoint((*self.before,))
-        check_disjoint((*self.after,))
-        return StepPlan(
-            step=self.now,
-            saves=tuple(self.saves),
-            frees=tuple(self.frees),
-            admits=tuple(self.admits),
-            before=tuple(self.before),
-            works=tuple(self.works),
-            after=tuple(self.after),
-        )
+OVERTAKES = 64
+"""Exact hits that may start before one that waits for frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +75,7 @@ class Scheduler:
         """
         assert seq.lease is not None
         sealed = None
-        if seq.seals and seq.computed > 0:
+        if seq.seals and seq.resumable:
             at = min(seq.computed, seq.known - 1) if kind is Kind.RESPONSE else seq.computed
             if at == seq.computed:
                 sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, self.step)
@@ -162,23 +125,44 @@ class Scheduler:
         heappush(self.free_slots, slot)
 
     def _admit(self, flight: Flight) -> None:
+        """Start waiting sequences in rank order, as slots and frames allow.
+
+        Behind one that waits for frames only exact hits start: they need no rows of a step.
+        """
+        self.waiting.inherit(self.running)
         self.waiting.protect()
+        blocked: Sequence | None = None
         for seq in list(self.waiting.items):
-            if not self.free_slots and not self._yield_slot(flight, seq):
-                return
             if self.waiting.still_waits(seq):
+                continue
+            if blocked is not None and not self._may_overtake(blocked, seq):
                 continue
             found = self.waiting.match(seq)
             if self.waiting.must_wait(seq, found, self.running):
                 continue
             if not self._fits(seq, found.checkpoint):
                 if self.running or flight.sealed:
-                    return  # the head waits for frames; nobody overtakes it
-                while not self._fits(seq, found.checkpoint) and self.waiting.drop_protection():
-                    pass
-                if not self._fits(seq, found.checkpoint):
-                    found = NO_MATCH
+                    blocked = blocked or seq
+                    continue
+                found = self._insist(seq, found)
+            if not self.free_slots and not self._yield_slot(flight, seq):
+                return
             self._start(flight, seq, found)
+
+    @staticmethod
+    def _may_overtake(blocked: Sequence, seq: Sequence) -> bool:
+        exact = seq.protects is not None and seq.protects.at == seq.known
+        if not exact or blocked.overtaken >= OVERTAKES:
+            return False
+        blocked.overtaken += 1
+        return True
+
+    def _insist(self, seq: Sequence, found: Match) -> Match:
+        """Nothing runs, so it must start: drop protections, in the end its own match."""
+        while not self._fits(seq, found.checkpoint):
+            if not self.waiting.drop_protection():
+                return Match(None, found.known, None, "no_room" if found.known else "unknown")
+        return found
 
     def _fits(self, seq: Sequence, origin: Checkpoint | None) -> bool:
         """Whether the prompt and a page fit beside what the running ones were promised."""
@@ -205,17 +189,25 @@ class Scheduler:
             flight.before.append(LoadHidden(seq.slot, origin.at, *origin.hidden))
 
     def _schedule(self, flight: Flight) -> None:
-        """Rows for the running ones: the first in rank, then decodes, then prefill by rank."""
-        order = sorted(self.running, key=lambda s: s.rank)
-        order = order[:1] + sorted(order[1:], key=lambda s: (not s.decoding, s.rank))
+        """Rows for the running ones: the first in rank, decodes, short prefills, then the rest.
+
+        The first may be a long prefill: it leaves the decodes their rows, and up to half of the
+        budget to those who need no more than a chunk (a restored prompt's last tokens).
+        """
+        first, *rest = sorted(self.running, key=lambda s: s.rank) or (None,)
+        if first is None:
+            return
+        decodes = [seq for seq in rest if seq.decoding]
+        others = [seq for seq in rest if not seq.decoding]
+        short = [seq for seq in others if seq.known - seq.computed <= self.chunk]
+        long = [seq for seq in others if seq.known - seq.computed > self.chunk]
         budget = self.token_budget
-        decodes = sum(seq.decoding for seq in order[1:])
-        for place, seq in enumerate(order):
-            if seq.lease is None:  # preempted for one before it
-                continue
-            # The first may be a long prefill; the decodes behind it keep their rows.
-            room = budget - decodes if place == 0 else budget
-            budget -= self._work(flight, seq, max(room, 1) if place == 0 else room)
+        wanted = sum(seq.known - seq.computed for seq in short)
+        room = budget - len(decodes) - min(wanted, budget // 2)
+        budget -= self._work(flight, first, max(room, 1))
+        for seq in (*decodes, *short, *long):
+            if seq.lease is not None:  # else it was preempted for one before it
+                budget -= self._work(flight, seq, budget)
 
     def _work(self, flight: Flight, seq: Sequence, budget: int) -> int:
         """Give one sequence its rows; returns how many."""
@@ -286,15 +278,17 @@ class Scheduler:
         return self.waiting.drop_protection()
 
     def _yield_slot(self, flight: Flight, seq: Sequence) -> bool:
-        """Make a slot free for a waiting sequence of strictly better priority, by a seal."""
+        """Make a slot free for a waiting sequence of strictly better priority, by a seal.
+
+        Those without rows of their own lose nothing and go first.
+        """
         worse = [other for other in self.running if other.rank[0] > seq.rank[0]]
-        worse = [other for other in worse if other not in flight.sequences and other.computed]
         if not worse:
             return False
-        victim = max(worse, key=lambda s: s.rank)
+        victim = max(worse, key=lambda s: (not s.resumable, s.rank))
         assert victim.lease is not None
         sealed = None
-        if victim.seals and not flight.admitted(victim.slot):
+        if (victim.seals or victim.matches) and victim.resumable:
             tokens, at = victim.tokens, victim.computed
             sealed = self.cache.seal(victim.lease, tokens, at, Kind.ALIGNED, flight.now)
         self._preempt(flight, victim, sealed)
@@ -335,6 +329,7 @@ class Scheduler:
                 self.cache.discard(sealed, "not_finite")
             else:
                 self.cache.publish(sealed, flight.now)
+                self.waiting.offer(sealed, seq)
         outcomes = []
         for seq, work, entry in zip(flight.sequences, flight.works, result.works, strict=True):
             assert seq.lease is not None
@@ -378,9 +373,18 @@ class Scheduler:
         self.closing.append((seq, seq.slot, None))
         if origin is None:
             return [Outcome(seq, None, "the model computed a value that is not finite")]
-        if origin.state is State.PUBLISHED:
-            self.cache.discard(origin, "not_finite")
+        for checkpoint in self._relatives(origin):
+            self.cache.discard(checkpoint, "not_finite")
         seq.requeue()
         seq.matches = False
         self.waiting.add(seq)
         return []
+
+    def _relatives(self, origin: Checkpoint) -> list[Checkpoint]:
+        """Published checkpoints that hold a frame of ``origin``, itself among them."""
+        frames = origin.frames()
+        return [
+            other
+            for other in self.cache.checkpoints()
+            if other.state is State.PUBLISHED and bool(np.isin(other.frames(), frames).any())
+        ]

@@ -1,0 +1,56 @@
+"""A plan in the making.
+
+Knows orders and works, and what must be remembered until the result arrives. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from merestone.core.checkpoint import Checkpoint
+from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, check_disjoint
+from merestone.sched.plan import Admit, StepPlan, Work
+from merestone.sched.request import Sequence
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan in the making, and what must be remembered until its result arrives."""
+
+    now: int
+    saves: list[SaveHidden] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    before: list[CopyRows | LoadHidden] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    after: list[SaveHidden] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    sealed: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
+
+    def admitted(self, slot: int) -> bool:
+        """Whether the slot's request was admitted by this very plan."""
+        return any(admit.slot == slot for admit in self.admits)
+
+    def unbind(self, slot: int) -> None:
+        """Undo what this plan says about a slot that it admits."""
+        if self.admitted(slot):
+            self.admits = [admit for admit in self.admits if admit.slot != slot]
+            self.before = [
+                order
+                for order in self.before
+                if not (isinstance(order, LoadHidden) and order.slot == slot)
+            ]
+
+    def freeze(self) -> StepPlan:
+        check_disjoint((*self.saves,))
+        check_disjoint((*self.before,))
+        check_disjoint((*self.after,))
+        return StepPlan(
+            step=self.now,
+            saves=tuple(self.saves),
+            frees=tuple(self.frees),
+            admits=tuple(self.admits),
+            before=tuple(self.before),
+            works=tuple(self.works),
+            after=tuple(self.after),
+        )
