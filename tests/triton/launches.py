@@ -9,6 +9,7 @@ from merestone.ops.triton.attention import Keys, attend, items
 from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.norms import (
@@ -125,3 +126,15 @@ def hyper_connections() -> None:
         iterations=20,
     )
     mean(leave(streams, y, post, comb))
+
+
+@launch
+def mixture() -> None:
+    bf16 = torch.bfloat16
+    for rows in (1, 1024, 4096):
+        x = torch.empty(rows, 512, dtype=bf16)
+        ids, weights = route(x, torch.empty(288, 512), torch.empty(288), 8, True, 2.5)
+        # The expert weights are never read: one expert stands for all.
+        gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(288, -1, -1)
+        down = torch.empty(1, 512, 2048, dtype=bf16).expand(288, -1, -1)
+        experts(x, ids, weights, gate_up, down, 10.0)

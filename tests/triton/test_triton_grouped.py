@@ -1,0 +1,81 @@
+"""The mixture of experts: a token's result is its own, whoever else chose its experts."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from merestone.ops import moe, naive
+from merestone.ops.triton.grouped import experts, route, sort_by_expert
+
+EXPERTS, WIDTH, INNER, K = 6, 32, 16, 3
+
+
+def test_route(draw, device: str) -> None:
+    x, gate, bias = draw(9, WIDTH), draw(EXPERTS, WIDTH), draw(EXPERTS)
+    bias[3] = bias[1] = 2.0
+    gate[3] = gate[1]  # equal scores: the lower expert comes first
+    for normalise in (True, False):
+        ids, weights = route(x, gate, bias, K, normalise, 2.5)
+        expected, shares = moe.route(x.cpu(), gate.cpu(), bias.cpu(), K, normalise, 2.5)
+        assert torch.equal(ids.cpu().long(), expected)
+        torch.testing.assert_close(weights.cpu(), shares)
+    assert route(x[:0], gate, bias, K, True, 1.0)[0].shape == (0, K)
+    x[0] = float("nan")
+    ids, _ = route(x, gate, bias, K, True, 1.0)
+    assert ids[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rows", [1, 11, 200])
+def test_sort_is_stable(device: str, rows: int) -> None:
+    source = torch.Generator().manual_seed(rows)
+    ids = torch.randint(EXPERTS, (rows, K), dtype=torch.int32, generator=source)
+    ids[ids == 2] = 4  # an expert that nobody chose
+    entries = sort_by_expert(ids.to(device), EXPERTS, torch.float32)
+    assert torch.equal(entries.order.cpu().long(), ids.flatten().sort(stable=True).indices)
+    counts = torch.bincount(ids.flatten(), minlength=8)
+    assert torch.equal(entries.ends.cpu().long(), counts.cumsum(0))
+    tiles = -(-counts // entries.tile.rows)
+    assert torch.equal(entries.tile_ends.cpu().long(), tiles.cumsum(0))
+    assert entries.most_tiles >= int(tiles.sum())
+
+
+@pytest.mark.usefixtures("ordered_dot")
+def test_tokens_are_their_own(draw, device: str) -> None:
+    x, gate_up, down = draw(40, WIDTH), draw(EXPERTS, 2 * INNER, WIDTH), draw(EXPERTS, WIDTH, INNER)
+    source = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=source)[:K] for _ in range(40)])
+    ids[5:30] = torch.tensor([4, 0, 1])  # one expert has several tiles
+    weights = draw(40, K).abs()
+    ids = ids.int().to(device)
+
+    def run(some: Tensor) -> Tensor:
+        return experts(x[some], ids[some], weights[some], gate_up, down, None)
+
+    everybody = torch.arange(40, device=device)
+    expected = run(everybody)
+    torch.testing.assert_close(
+        expected, naive.experts(x, ids, weights, gate_up, down), rtol=1e-4, atol=1e-3
+    )
+    for some in (everybody[7:8], everybody[:4], everybody.flip(0), everybody[20:35]):
+        assert torch.equal(run(some), expected[some])
+    assert run(everybody[:0]).shape == (0, WIDTH)
+
+
+@pytest.mark.gpu
+def test_true_dimensions(draw, device: str) -> None:
+    count, rows, width, inner, k = 64, 4096, 4096, 2048, 8
+    x = draw(rows, width).bfloat16()
+    gate, bias = draw(count, width) * width**-0.5, draw(count) / 10
+    gate_up = (torch.randn(count, 2 * inner, width, device=device) * width**-0.5).bfloat16()
+    down = (torch.randn(count, width, inner, device=device) * inner**-0.5).bfloat16()
+    ids, weights = route(x, gate, bias, k, True, 2.5)
+    expected = experts(x, ids, weights, gate_up, down, 10.0)
+    for cut in (1, 2, 16, 64, 500, 2000):
+        mine = route(x[:cut], gate, bias, k, True, 2.5)
+        assert torch.equal(mine[0], ids[:cut]), cut
+        assert torch.equal(mine[1], weights[:cut]), cut
+        assert torch.equal(experts(x[:cut], *mine, gate_up, down, 10.0), expected[:cut]), cut
+    some = [0, 17, 4095]
+    one = [weight.float() for weight in (gate_up, down)]
+    close = naive.experts(x[some].float(), ids[some], weights[some], *one)
+    torch.testing.assert_close(expected[some], close, rtol=5e-2, atol=5e-2)
