@@ -86,6 +86,39 @@ def _pack(fields: list[Field], frame_bytes: int) -> tuple[dict[tuple[int, str], 
     return runs, frame + 1 if fields else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """A possible choice: page sizes in tokens, and the bytes that one boundary would pin."""
+
+    page: int
+    open_page: int
+    frame_bytes: int
+    pinned: int
+
+
+def _sizes(homes: dict[str, list[Field]], page: int, chunk: int, floor: int) -> _Sizes:
+    """A frame holds one full page of ``page`` tokens and as many open rows as fit."""
+    frame = _aligned(max(_page_bytes(homes["full"], page), floor))
+    open_page = chunk
+    while _page_bytes(homes["open"], open_page) > frame:
+        open_page //= 2
+    anchors = _pack(homes["anchor"], frame)[1]
+    pinned = frame * (anchors + -(-(chunk // 2) // open_page) + 1)
+    return _Sizes(page, open_page, frame, pinned)
+
+
+def _pages(wanted: int | None, multiple: int) -> list[int]:
+    """Page sizes of the full group to choose from."""
+    if wanted is None:
+        sizes = [SMALLEST_PAGE << i for i in range(9) if SMALLEST_PAGE << i <= LARGEST_PAGE]
+        return [page for page in sizes if page % multiple == 0]
+    if wanted < 1 or wanted & (wanted - 1):
+        raise ValueError(f"page size {wanted} is not a power of two")
+    if wanted % multiple:
+        raise ValueError(f"page size {wanted} is not a multiple of the index pool {multiple}")
+    return [wanted]
+
+
 def plan_layout(
     fields: tuple[Field, ...],
     *,
@@ -106,56 +139,28 @@ def plan_layout(
     """
     homes = {home: [f for f in fields if f.home == home] for home in ("full", "open", "anchor")}
     largest_cell = max([_cell_bytes(f) for f in homes["anchor"]], default=0)
-    row = {home: _page_bytes(homes[home], page_multiple) // page_multiple for home in homes}
     floor = max(largest_cell, _page_bytes(homes["open"], 1), hidden_bytes)
+    choices = [_sizes(homes, p, chunk, floor) for p in _pages(full_page, page_multiple)]
+    least = min(choice.pinned for choice in choices)
+    best = max((c for c in choices if c.pinned <= SLACK * least), key=lambda c: c.page)
 
-    def candidate(page: int) -> tuple[int, int, int]:
-        """(bytes pinned by a boundary, frame bytes, open page)."""
-        frame = _aligned(max(_page_bytes(homes["full"], page), floor))
-        open_page = chunk
-        while _page_bytes(homes["open"], open_page) > frame:
-            open_page //= 2
-        anchors = _pack(homes["anchor"], frame)[1]
-        pinned = frame * (anchors + -(-(chunk // 2) // open_page) + 1)
-        return pinned, frame, open_page
-
-    pages = [SMALLEST_PAGE << i for i in range(9) if SMALLEST_PAGE << i <= LARGEST_PAGE]
-    if full_page is not None:
-        if full_page & (full_page - 1) or full_page < 1:
-            raise ValueError(f"page size {full_page} is not a power of two")
-        pages = [full_page]
-    pages = [page for page in pages if page % page_multiple == 0]
-    if not pages:
-        raise ValueError(
-            f"page size {full_page} is not a multiple of the index pool {page_multiple}"
-        )
-    least = min(candidate(page)[0] for page in pages)
-    page = max(page for page in pages if candidate(page)[0] <= SLACK * least)
-    _, frame_bytes, open_page = candidate(page)
-
-    sizes = {"full": page, "open": open_page}
-    groups, offsets = [], {}
-    for home, size in sizes.items():
-        if not homes[home]:
-            continue
-        groups.append(GroupSpec(home, page=size, open=home == "open"))
+    sizes = {"full": best.page, "open": best.open_page}
+    groups = [GroupSpec(h, page=sizes[h], open=h == "open") for h in sizes if homes[h]]
+    offsets: dict[tuple[int, str], int] = {}
+    for group in groups:
         offset = 0
-        for field in homes[home]:
-            if size % field.every:
-                raise ValueError(f"page of {size} tokens cuts field {field.name} of {field.every}")
+        for field in homes[group.name]:
             offsets[field.layer, field.name] = offset
-            offset += _aligned(size // field.every * field.bytes)
-    runs, anchor_frames = _pack(homes["anchor"], frame_bytes)
+            offset += _aligned(group.page // field.every * field.bytes)
+    runs, anchor_frames = _pack(homes["anchor"], best.frame_bytes)
     return Layout(
-        frame_bytes=frame_bytes,
+        frame_bytes=best.frame_bytes,
         groups=tuple(groups),
         anchor_frames=anchor_frames,
-        hidden_rows=frame_bytes // hidden_bytes,
+        hidden_rows=best.frame_bytes // hidden_bytes,
         hidden_bytes=hidden_bytes,
         offsets=offsets,
         cells={key: tuple(value) for key, value in runs.items()},
-        row_bytes={
-            home: row[home] if home == "full" else _page_bytes(homes[home], 1) for home in sizes
-        },
+        row_bytes={h: sum(f.bytes // f.every for f in homes[h]) for h in sizes},
         anchor_bytes=sum(field.bytes for field in homes["anchor"]),
     )
