@@ -12,6 +12,7 @@ from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
+from merestone.ops.triton.kda import OpenRows, Pass, kda
 from merestone.ops.triton.norms import (
     gated_rms_norm,
     l2_norm,
@@ -138,3 +139,16 @@ def mixture() -> None:
         gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(288, -1, -1)
         down = torch.empty(1, 512, 2048, dtype=bf16).expand(288, -1, -1)
         experts(x, ids, weights, gate_up, down, 10.0)
+
+
+@launch
+def recurrence() -> None:
+    bf16, heads, dim = torch.bfloat16, 64, 128
+    x, beta = torch.empty(3, heads, dim, dtype=bf16), torch.empty(3, heads)
+    cells = Cells(torch.empty(2, 1 << 19), torch.zeros(heads, 2, dtype=torch.int64))
+    ring = torch.zeros(1, heads, 128, dim, dtype=bf16)
+    cache = OpenRows(ring, ring.float(), ring)
+    tables = sequences(3)
+    step = Pass(tables.first, tables.first, tables.first, tables.anchor_frames)
+    for lowest in (-5.0, None):
+        kda(x, x, x, x.float(), beta, cells, cache, tables, step, chunk=64, lowest=lowest)

@@ -1,0 +1,204 @@
+"""The recurrence: however a sequence is cut into steps, the same outputs and the same anchors."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from merestone.ops.naive import kda_recurrent
+from merestone.ops.triton.kda import OpenRows, Pass, kda
+from merestone.ops.triton.rows import Cells, Sequences
+
+HEADS, DIM, WIDTH, CHUNK, FRAME = 2, 16, 16, 32, 1024
+# The two heads' states lie in an anchor's two frames.
+PLACES = [(1, 64), (0, 512)]
+
+
+@dataclass
+class Rows:
+    """One sequence's inputs, [T, H, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    def cut(self, first: int, last: int) -> tuple[Tensor, ...]:
+        parts = (x[first:last] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return tuple(x.contiguous() for x in parts)
+
+
+def rows(draw, count: int, scale: float = 0.3, heads: int = HEADS, dim: int = DIM) -> Rows:
+    q, k = (torch.nn.functional.normalize(draw(count, heads, dim), dim=-1) for _ in "qk")
+    # Slow decays, so that a row far back still counts.
+    g = -scale * draw(count, heads, dim).abs().clamp(max=5 / scale)
+    beta = draw(count, heads).sigmoid()
+    return Rows(q * dim**-0.5, k, draw(count, heads, dim), g, beta)
+
+
+@dataclass
+class Machine:
+    """Slots with caches, and an arena of anchors: steps of several sequences at once."""
+
+    device: str
+    lowest: float | None = -5.0
+    heads: int = HEADS
+    dim: int = DIM
+    chunk: int = CHUNK
+    dtype: torch.dtype = torch.float32
+    frames: int = 2
+    memory: Tensor = field(init=False)
+    cache: OpenRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = max(FRAME, self.heads * self.dim * self.dim)
+        self.memory = torch.full((16, size), float("nan"), device=self.device)
+        shape = (3, self.heads, 2 * self.chunk, self.dim)
+        nan = torch.full(shape, float("nan"), device=self.device)
+        keys, fresh = (nan.clone().to(self.dtype) for _ in range(2))
+        self.cache = OpenRows(keys, nan, fresh)
+        self.places = torch.tensor(PLACES, device=self.device)
+        if self.heads != HEADS:
+            square = self.dim * self.dim
+            self.places = torch.tensor(
+                [(0, head * square) for head in range(self.heads)], device=self.device
+            )
+
+    def step(self, works: list[tuple[Rows, int, int, int, int, int, tuple[int, int]]]) -> list:
+        """works: (rows, slot, first, end, anchor, advance, frames: of the anchor, to advance to).
+        Anchor number i lies in frames 2 i and 2 i + 1; 0 means none."""
+
+        def table(values: list) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        def pair(anchor: int) -> list[int]:
+            return [2 * anchor, 2 * anchor + 1] if anchor else [-1, -1]
+
+        parts = [work[0].cut(work[2], work[3]) for work in works]
+        inputs = [torch.cat([part[i] for part in parts]) for i in range(5)]
+        inputs[:3] = [x.to(self.dtype) for x in inputs[:3]]
+        at, starts = 0, []
+        for part in parts:
+            starts.append(at)
+            at += part[0].shape[0]
+        pages = table([[0]] * len(works))
+        sequences = Sequences(
+            table([w[2] for w in works]),
+            table(starts),
+            table([w[4] for w in works]),
+            pages,
+            table([pair(w[6][0]) for w in works]),
+        )
+        step = Pass(
+            table([w[3] for w in works]),
+            table([w[5] for w in works]),
+            table([w[1] for w in works]),
+            table([pair(w[6][1]) for w in works]),
+        )
+        cells = Cells(self.memory, self.places)
+        out = kda(*inputs, cells, self.cache, sequences, step, chunk=self.chunk, lowest=self.lowest)
+        return list(out.split([part[0].shape[0] for part in parts]))
+
+    def anchor(self, number: int) -> Tensor:
+        """The state of anchor ``number``, [H, K, V]."""
+        size = self.dim * self.dim
+        cells = [self.memory[2 * number + f, o : o + size] for f, o in self.places.tolist()]
+        return torch.stack(cells).view(self.heads, self.dim, self.dim)
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize(("lowest", "scale"), [(-5.0, 0.3), (-5.0, 3.0), (None, 0.3), (None, 3.0)])
+def test_close_to_the_recurrence(draw, device: str, lowest: float | None, scale: float) -> None:
+    one = rows(draw, 75, scale)
+    machine = Machine(device, lowest)
+    [out] = machine.step([(one, 0, 0, 75, 0, 64, (0, 1))])
+    zero = torch.zeros(HEADS, DIM, WIDTH, device=device)
+    expected, _ = kda_recurrent(one.q, one.k, one.v, one.g, one.beta, zero)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    _, state = kda_recurrent(*one.cut(0, 64), zero)
+    torch.testing.assert_close(machine.anchor(1), state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize("lowest", [-5.0, None])
+def test_decode_is_prefill(draw, device: str, lowest: float | None) -> None:
+    """Row by row and in draft-sized bites, the anchor moving late; then the whole in one pass."""
+    one = rows(draw, 75)
+    expected = Machine(device, lowest)
+    [whole] = expected.step([(one, 1, 0, 75, 0, 64, (0, 1))])
+    machine = Machine(device, lowest)
+    [prompt] = machine.step([(one, 0, 0, 13, 0, 0, (0, 0))])
+    assert torch.equal(prompt, whole[:13])
+    at = 13
+    for bite in (1, 2, 1, 5, 8, 1, 3, 7, 1):
+        [out] = machine.step([(one, 0, at, at + bite, 0, 0, (0, 0))])
+        assert torch.equal(out, whole[at : at + bite]), at
+        at += bite
+    # 42 rows are open, more than a chunk. The anchor moves to 32 while row 42 is computed.
+    [out] = machine.step([(one, 0, 42, 43, 0, 32, (0, 2))])
+    assert torch.equal(out, whole[42:43])
+    for first, last, anchor, frames in ((43, 50, 32, (2, 0)), (50, 51, 32, (2, 0))):
+        [out] = machine.step([(one, 0, first, last, anchor, 0, frames)])
+        assert torch.equal(out, whole[first:last])
+    [out] = machine.step([(one, 0, 51, 75, 32, 64, (2, 3))])
+    assert torch.equal(out, whole[51:75])
+    assert torch.equal(machine.anchor(3), expected.anchor(1))
+
+
+@pytest.mark.usefixtures("ordered_dot")
+def test_rejected_rows_leave_nothing(draw, device: str) -> None:
+    """Drafts are rolled back by index: other rows come at the same positions."""
+    one, other = rows(draw, 40), rows(draw, 40)
+    machine = Machine(device)
+    [whole] = Machine(device).step([(one, 1, 0, 40, 0, 0, (0, 0))])
+    machine.step([(one, 0, 0, 30, 0, 0, (0, 0))])
+    machine.step([(other, 0, 30, 38, 0, 0, (0, 0))])
+    [out] = machine.step([(one, 0, 30, 34, 0, 0, (0, 0))])
+    assert torch.equal(out, whole[30:34])
+
+
+@pytest.mark.usefixtures("ordered_dot")
+def test_restored_and_batched(draw, device: str) -> None:
+    """From an anchor, with a cache that somebody else used, among others and padding."""
+    one, other = rows(draw, 60), rows(draw, 45)
+    machine = Machine(device)
+    [whole] = machine.step([(one, 0, 0, 60, 0, 32, (0, 1))])
+    [others] = machine.step([(other, 1, 0, 45, 0, 32, (0, 2))])
+    rebuilt, mate, none = machine.step(
+        [
+            (one, 2, 32, 50, 32, 0, (1, 0)),
+            (other, 1, 40, 45, 32, 0, (2, 0)),
+            (one, 0, 60, 60, 60, 0, (0, 0)),
+        ]
+    )
+    assert torch.equal(rebuilt, whole[32:50])
+    assert torch.equal(mate, others[40:45])
+    assert none.shape[0] == 0
+    [out] = machine.step([(one, 2, 50, 60, 32, 0, (1, 0))])
+    assert torch.equal(out, whole[50:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowest", [-5.0, None])
+def test_true_dimensions(draw, device: str, lowest: float | None) -> None:
+    heads, dim, chunk = 64, 128, 64
+    one = rows(draw, 300, 0.3, heads, dim)
+    shape = {"heads": heads, "dim": dim, "chunk": chunk, "dtype": torch.bfloat16}
+    expected = Machine(device, lowest, **shape)
+    [whole] = expected.step([(one, 0, 0, 300, 0, 256, (0, 1))])
+    zero = torch.zeros(heads, dim, dim, device=device)
+    recurrent, _ = kda_recurrent(one.q, one.k, one.v, one.g, one.beta, zero)
+    torch.testing.assert_close(whole.float(), recurrent, rtol=5e-2, atol=2e-2)
+    machine = Machine(device, lowest, **shape)
+    machine.step([(one, 1, 0, 128, 0, 128, (0, 1))])
+    for at in range(128, 240):
+        advance, frames = (192, (1, 2)) if at == 200 else (0, (1, 0))
+        anchor = 192 if at > 200 else 128
+        frames = (2, 0) if at > 200 else frames
+        [out] = machine.step([(one, 1, at, at + 1, anchor, advance, frames)])
+        assert torch.equal(out, whole[at : at + 1]), at
+    mates = [(one, slot, 192, 250, 192, 0, (2, 0)) for slot in range(3)]
+    for out in machine.step(mates):
+        assert torch.equal(out, whole[192:250])
