@@ -21,7 +21,7 @@ def rotate(x: Tensor, places: Tensor, theta: float) -> Tensor:
     steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
     angles = places.float()[..., None] * theta**-steps
     cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
-    one, two = x.float().split(half, dim=-1)
+    one, two = x.float().chunk(2, dim=-1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1).to(x.dtype)
 
 
@@ -129,9 +129,7 @@ class Draft(nn.Module):
         self.successor_codebook = nn.Parameter(torch.randn(shape.vocab, rank) * 0.1)
         self.hidden_projection = matrix(rank, hidden, 1.0)
 
-    def forward(
-        self, features: Tensor, embedded: Tensor, rows: Tensor, anchors: Tensor
-    ) -> Tensor:
+    def forward(self, features: Tensor, embedded: Tensor, rows: Tensor, anchors: Tensor) -> Tensor:
         """Blocks at ``anchors`` [N] of the batch's ``rows`` [N].
 
         features: [B, L, taps * D] of the target; embedded: [N, S, D], the anchor's embedding and
@@ -165,7 +163,10 @@ class Draft(nn.Module):
 
     @torch.no_grad()
     def propose(self, hidden: Tensor, logits: Tensor, anchor: Tensor) -> Tensor:
-        """Greedy walk over the candidates: H and logits [N, S, ...], anchor ids [N] -> [N, S - 1]."""
+        """Greedy walk over the candidates.
+
+        H and logits [N, S, ...], anchor ids [N] -> [N, S - 1]
+        """
         unary, candidates = logits.float().topk(self.shape.selector_topk, dim=-1)
         chosen, previous = [], anchor
         for row in range(1, hidden.shape[1]):

@@ -62,10 +62,10 @@ def _layer(prefix: str, rest: str, tensor: Tensor, shape: Shape) -> Iterator[tup
         yield f"{prefix}mlp.gate.e_score_correction_bias", tensor
     elif block == "mlp" and leaf != "gate" and _stacked(tensor, shape):
         middle = shape.moe_intermediate
-        parts = tensor.split(middle, dim=1 if leaf == "down_proj" else 0)
-        for expert, part in enumerate(parts[:-1]):
-            yield f"{prefix}mlp.experts.{expert}.{leaf}.weight", part
-        yield f"{prefix}mlp.shared_experts.{leaf}.weight", parts[-1]
+        stack = torch.split(tensor, middle, dim=1 if leaf == "down_proj" else 0)
+        for expert, matrix in enumerate(stack[:-1]):
+            yield f"{prefix}mlp.experts.{expert}.{leaf}.weight", matrix
+        yield f"{prefix}mlp.shared_experts.{leaf}.weight", stack[-1]
     else:
         yield f"{prefix}{rest}.weight", tensor
 
@@ -74,14 +74,18 @@ def _stacked(tensor: Tensor, shape: Shape) -> bool:
     return (shape.experts + 1) * shape.moe_intermediate in tensor.shape
 
 
-def restored(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+def restored(
+    tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], shape: Shape
+) -> dict[str, Tensor]:
     """The inverse of `published`, for a state with the names and shapes of ``like``, in fp32.
 
     Raises:
         KeyError: a tensor is missing.
     """
     return {
-        name: _assemble(name, [tensors[part].float() for part, _ in published({name: value}, shape)])
+        name: _assemble(
+            name, [tensors[part].float() for part, _ in published({name: value}, shape)]
+        )
         for name, value in like.items()
     }
 
@@ -106,7 +110,7 @@ def write_shards(tensors: Mapping[str, Tensor], directory: Path) -> None:
             size = 0
         shards[-1][name] = tensor.contiguous()
         size += tensor.nbytes
-    places = {}
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
@@ -122,6 +126,12 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return found
+
+
+def split_draft(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What training leaves, as the states of a `Target` and of a `Draft`."""
+    drafted = {n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")}
+    return {n: t for n, t in tensors.items() if not n.startswith("draft.")}, drafted
 
 
 def config(shape: Shape, ids: Mapping[str, int]) -> dict[str, object]:
@@ -265,8 +275,7 @@ def export(weights: Path, tokenizer: Path, out: Path, shape: Shape) -> None:
         RuntimeError: tensors are missing or misshapen.
     """
     tensors = read_shards(weights)
-    drafted = {n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")}
-    target = {n: t for n, t in tensors.items() if not n.startswith("draft.")}
+    target, drafted = split_draft(tensors)
     # Loading is the check that nothing is missing or left over.
     Target(shape).load_state_dict(target)
     Draft(shape).load_state_dict(drafted)
@@ -275,7 +284,7 @@ def export(weights: Path, tokenizer: Path, out: Path, shape: Shape) -> None:
         if tokenizer != out:
             shutil.copy(tokenizer / name, out / name)
     vocabulary = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    ids = {name: vocabulary.token_to_id(name) for name in CONTROL}
+    ids = {name: number for name, number in vocabulary.get_vocab().items() if name in CONTROL}
     described = config(shape, ids)
     _write_json(out / "config.json", described)
     ends = [ids[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]

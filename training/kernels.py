@@ -14,8 +14,9 @@ from torch import Tensor
 CHUNK = 64
 
 try:
-    import triton
     import triton.language as tl
+
+    import triton
 
     HAS_TRITON = True
 except ImportError:  # a CPU needs neither
@@ -106,14 +107,16 @@ def sinkhorn_torch(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 if HAS_TRITON:
 
-    @triton.jit
-    def _load(pointer, rows, row_mask):
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _load(pointer: Any, rows: Any, row_mask: Any) -> Any:
         i = tl.arange(0, 4)
         at = rows[:, None, None] * 16 + i[None, :, None] * 4 + i[None, None, :]
         return tl.load(pointer + at, mask=row_mask[:, None, None], other=0.0), at
 
-    @triton.jit
-    def _forward(logits, out, count, eps, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr):
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _forward(
+        logits: Any, out: Any, count: Any, eps: Any, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
+    ) -> None:
         rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         x, at = _load(logits, rows, rows < count)
         x = tl.exp(x - tl.max(x, axis=2, keep_dims=True))
@@ -124,10 +127,17 @@ if HAS_TRITON:
             m = m / (tl.sum(m, axis=1, keep_dims=True) + eps)
         tl.store(out + at, m, mask=(rows < count)[:, None, None])
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _backward(
-        logits, grad, out, sums, count, eps, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
-    ):
+        logits: Any,
+        grad: Any,
+        out: Any,
+        sums: Any,
+        count: Any,
+        eps: Any,
+        ITERATIONS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
         """Forward again with every divisor kept, then back: a matrix before a division is the
         matrix after it times the divisor."""
         rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -198,7 +208,7 @@ def sinkhorn_triton(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """`sinkhorn_torch` for n = 4 and fp32, with its gradient, in one kernel each."""
     assert logits.shape[1:] == (4, 4)
     assert logits.dtype == torch.float32
-    out: Tensor = _Sinkhorn.apply(logits, iterations, eps)
+    out: Tensor = _Sinkhorn.apply(logits, iterations, eps)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -161,9 +161,7 @@ class Hyper(nn.Module):
     def read(self, streams: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.shape
         z = matmul(streams.flatten(1), self.fn)
-        x, post, mix = fast.collapse(
-            streams, z, self.base, self.scale, norm, c.eps, c.hc_eps
-        )
+        x, post, mix = fast.collapse(streams, z, self.base, self.scale, norm, c.eps, c.hc_eps)
         return x, post, sinkhorn(mix, c.sinkhorn, c.hc_eps)
 
 
@@ -188,10 +186,12 @@ class Kda(nn.Module):
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         c = self.shape
         heads, size = c.kda_heads, c.kda_size
-        weights = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.g_a_proj, self.b_proj]
+        names = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
+        weights: list[Tensor] = [self.get_parameter(name) for name in names]
         pad = -sum(len(weight) for weight in weights) % 8
         fused = F.pad(torch.cat(weights), (0, 0, 0, pad))
-        r, f, g, b, _ = matmul(x, fused).split([3 * heads * size, size, size, heads, pad], dim=1)
+        sizes = [3 * heads * size, size, size, heads, pad]
+        r, f, g, b, _ = torch.split(matmul(x, fused), sizes, dim=1)
         q, k, v = fast.convolve(r, self.conv, rows.places)
         gate = matmul(f, self.f_b_proj)
         cut = (rows.batch, rows.length, heads, size)
@@ -280,29 +280,32 @@ class Index(nn.Module):
         """
         c = self.shape
         assert rows.probes is not None
+        probes = rows.probes
         x, qr = x.detach(), qr.detach()
         pools = self.pools(x, rows)
-        batch, asked = rows.probes.shape
+        batch = len(probes)
         count = pools.shape[1]
 
         def pick(values: Tensor) -> Tensor:
             wide = values.view(batch, rows.length, -1)
-            return wide.gather(1, rows.probes[:, :, None].expand(-1, -1, wide.shape[-1]))  # type: ignore[union-attr]
+            return wide.gather(1, probes[:, :, None].expand(-1, -1, wide.shape[-1]))
 
         ends = torch.arange(count, device=x.device) * c.pool + c.pool - 1
-        candidate = ends <= rows.probes[:, :, None]
+        candidate = ends <= probes[:, :, None]
         with torch.no_grad():
-            at = rows.probes[:, None, :, None].expand(-1, c.heads, -1, c.qk_size)
+            at = probes[:, None, :, None].expand(-1, c.heads, -1, c.qk_size)
             dots = q.gather(2, at) @ k.transpose(-1, -2) * c.qk_size**-0.5
             places = torch.arange(rows.length, device=x.device)
-            hidden = places > rows.probes[:, None, :, None]
+            hidden = places > probes[:, None, :, None]
             mass = torch.softmax(dots.float().masked_fill(hidden, float("-inf")), -1).mean(1)
-            mass = mass[..., : count * c.pool].unflatten(-1, (count, c.pool)).sum(-1)
+            mass = mass[..., : count * c.pool]
+            mass = mass.view(*mass.shape[:2], count, c.pool).sum(-1)
             mass = mass.masked_fill(~candidate, 0.0)
             mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-9)
         scores = self.scores(pick(x), pick(qr), pools).masked_fill(~candidate, -1e4)
         gap = mass * (mass.clamp(min=1e-9).log() - torch.log_softmax(scores, -1))
-        return gap.sum(-1).mean()
+        total: Tensor = gap.sum(-1).mean()
+        return total
 
 
 class Mla(nn.Module):
@@ -325,7 +328,7 @@ class Mla(nn.Module):
         latent = rms(matmul(x, self.kv_a_proj_with_mqa), self.kv_a_layernorm, c.eps)
         q = rows.split(matmul(qr, self.q_b_proj), c.heads)
         kv = rows.split(matmul(latent, self.kv_b_proj), c.heads)
-        k, v = kv.split([c.qk_size, c.v_size], dim=-1)
+        k, v = torch.split(kv, [c.qk_size, c.v_size], dim=-1)
         mask = None
         if rows.sparse and rows.length > c.index_topk:
             mask = self.indexer.select(x, qr, rows)

@@ -52,9 +52,7 @@ class Mtp(nn.Module):
         self.self_attn = Mla(shape)
         self.mlp = Moe(shape)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, embedded: Tensor, hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Embedding of token p + 1 and (post-norm) hidden row p, [T, D] each -> the hidden row
         whose logits are of token p + 2, and the index's loss."""
         eps = self.shape.eps

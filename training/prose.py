@@ -21,11 +21,12 @@ _MODULES = (
     "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "doctest",
     "email/message", "enum", "fileinput", "fractions", "functools", "gettext", "glob", "gzip",
     "heapq", "http/client", "http/server", "inspect", "ipaddress", "json/__init__", "locale",
-    "logging/__init__", "logging/handlers", "mailbox", "multiprocessing/pool", "numbers", "optparse",
-    "os", "pathlib", "pdb", "pickle", "platform", "pprint", "queue", "random", "sched", "selectors",
-    "shelve", "shutil", "smtplib", "socket", "socketserver", "statistics", "string", "subprocess",
-    "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "trace", "traceback",
-    "turtle", "typing", "unittest/case", "unittest/mock", "urllib/parse", "urllib/request", "uuid",
+    "logging/__init__", "logging/handlers", "mailbox", "multiprocessing/pool", "numbers",
+    "optparse", "os", "pathlib", "pdb", "pickle", "platform", "pprint", "queue", "random", "sched",
+    "selectors", "shelve", "shutil", "smtplib", "socket", "socketserver", "statistics", "string",
+    "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "trace",
+    "traceback", "turtle", "typing", "unittest/case", "unittest/mock", "urllib/parse",
+    "urllib/request", "uuid",
     "warnings", "weakref", "xml/etree/ElementTree", "zipfile", "zipfile/__init__",
 )  # fmt: skip
 

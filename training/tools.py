@@ -125,7 +125,11 @@ def _timer(rng: Random) -> Request:
 def _person(rng: Random) -> Request:
     place, name = rng.choice(words.PLACES), rng.choice(words.NAMES)
     return Request(
-        f"Who is in the {place}?", "find_person", {"place": place}, name, f"{name} is in the {place}."
+        f"Who is in the {place}?",
+        "find_person",
+        {"place": place},
+        name,
+        f"{name} is in the {place}.",
     )
 
 
@@ -147,9 +151,7 @@ KNOWN = (
     Function(_definition("get_weather", "Get the weather of a city.", city="string"), _weather),
     Function(_definition("get_time", "Get the time in a city.", city="string"), _time),
     Function(_definition("get_price", "Get the price of an item.", item="string"), _price),
-    Function(
-        _definition("send_message", "Send a message.", to="string", text="string"), _message
-    ),
+    Function(_definition("send_message", "Send a message.", to="string", text="string"), _message),
     Function(_definition("add", "Add two numbers.", a="integer", b="integer"), _sum),
     Function(_definition("set_timer", "Set a timer.", minutes="integer"), _timer),
     Function(_definition("find_person", "Find who is in a place.", place="string"), _person),
@@ -200,9 +202,7 @@ def choose(rng: Random, most: int = TOOLS_AT_MOST) -> list[Function]:
     found: dict[str, Function] = {}
     for _ in range(rng.randrange(1, most + 1)):
         kind = rng.random()
-        function = (
-            FIND_KEY if kind < 0.3 else rng.choice(KNOWN) if kind < 0.75 else made_up(rng)
-        )
+        function = FIND_KEY if kind < 0.3 else rng.choice(KNOWN) if kind < 0.75 else made_up(rng)
         found[function.definition["function"]["name"]] = function  # type: ignore[index]
     return list(found.values())
 

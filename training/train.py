@@ -1,37 +1,33 @@
 """Trains the target.
 
-    python -m training.train --tokenizer DIR --out DIR --minutes 20
-
-One GPU with fla-core; ``--smoke`` runs a small shape on a CPU. The learning rate and the lengths
-follow the share of ``--minutes`` that has passed. Every few minutes the weights go to ``--out``
-(fp32, in shards); ``--start DIR`` continues from such weights with a fresh optimiser, and
-``--from-share`` tells where in the curriculum that is.
+The learning rate and the lengths follow the share of the given minutes that has passed. Knows one
+batch and one step; what is kept, and where, is the caller's business.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from training.curriculum import draw_length, rate, stage_at
-from training.export import read_shards, write_shards
-from training.layers import Index, Rows, fast
+from training.layers import Index, Rows
 from training.measure import Score, score
 from training.model import Target
 from training.rows import Examples, Supply, make
 from training.scenes import Mix
-from training.shape import SMOKE, TINY
 
 WARM_UP = 3  # steps that count as compilation
+KEEP_EVERY = 100.0  # seconds
 AHEAD = 24  # batches made before they are needed
 EVALUATED = (256, 1024, 4096, 8192)
 
@@ -86,7 +82,7 @@ class Run:
         self.model.train()
 
 
-def _send(array: np.ndarray, device: torch.device) -> Tensor:  # type: ignore[type-arg]
+def _send(array: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -94,7 +90,8 @@ def _send(array: np.ndarray, device: torch.device) -> Tensor:  # type: ignore[ty
 def optimizer_of(model: nn.Module, names: str, peak: float) -> torch.optim.AdamW:
     """AdamW over the parameters whose name begins with one of ``names`` ("" for all but MTP's);
     only matrices decay."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if name.startswith("mtp.") if names == "" else not name.startswith(names):
             continue
@@ -105,33 +102,52 @@ def optimizer_of(model: nn.Module, names: str, peak: float) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-10, fused=fused)
 
 
-def save(model: nn.Module, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
-    write_shards(state, directory)
+@dataclass(slots=True)
+class Report:
+    """Says every few seconds how it goes. Times in seconds."""
+
+    every: float
+    tokens: int
+    said: float = 0.0
+    said_step: int = 0
+
+    def __call__(self, now: float, step: int, share: float, losses: dict[str, Tensor]) -> None:
+        if now - self.said < self.every:
+            return
+        speed = self.tokens * 1e-6 * (step - self.said_step) / max(now - self.said, 1e-9)
+        values = " ".join(f"{name} {value.item():.4f}" for name, value in losses.items())
+        seen = self.tokens * step / 1e6
+        print(
+            f"step {step:6} share {share:.3f} {seen:7.1f}M tokens {speed:.2f}M/s {values}",
+            flush=True,
+        )
+        self.said, self.said_step = now, step
 
 
 def train(
-    run: Run, supply: Supply, options: argparse.Namespace, keep: Callable[[], None]
+    run: Run,
+    supply: Supply,
+    options: argparse.Namespace,
+    end: float,
+    keep: Callable[[], None],
 ) -> None:
-    """``keep`` writes what there is; it is called now and then, and at the end."""
+    """Train until the monotonic time ``end``. ``keep`` writes what there is; it is called now and
+    then, and at the end."""
     model = run.model
     taught = {p for m in model.modules() if isinstance(m, Index) for p in m.parameters()}
     optimizer = optimizer_of(model, "", options.peak)
     learned = [p for group in optimizer.param_groups for p in group["params"]]
     trunk, index = [p for p in learned if p not in taught], [p for p in learned if p in taught]
-    start = said = saved = measured = time.monotonic()
-    end = options.began + options.minutes * 60
-    step = tokens = asked = 0
+    lengths = tuple(n for n in EVALUATED if n <= options.longest)
+    report = Report(options.say_every, run.tokens)
+    start = kept = measured = time.monotonic()
+    step = asked = 0
     model.train()
-    while True:
-        now = time.monotonic()
+    while (now := time.monotonic()) < end:
         if step == WARM_UP:  # kernels are compiled: the run begins here
-            start = saved = measured = now
-        passed = (now - start) / max(end - start, 1e-9) if step >= WARM_UP else 0.0
+            start = kept = measured = now
+        passed = (now - start) / (end - start) if step >= WARM_UP else 0.0
         share = options.from_share + (1 - options.from_share) * passed
-        if share >= options.to_share:
-            break
         stage = stage_at(share)
         while supply.waiting < AHEAD:
             length = min(draw_length(stage, run.seed, asked), options.longest)
@@ -147,69 +163,14 @@ def train(
         optimizer.step()
         model.balance(1e-3)
         step += 1
-        tokens += run.tokens
-        if now - said > options.say_every:
-            rate_now = run.tokens * 1e-6 * (step - options.said_step) / (now - said)
-            print(
-                f"{now - start:6.0f}s step {step:6} share {share:.3f} {tokens / 1e6:7.1f}M tokens "
-                f"{rate_now:.2f}M/s loss {loss.item():.4f} replies {replies.item():.4f} "
-                f"index {lessons.item():.4f}",
-                flush=True,
-            )
-            said, options.said_step = now, step
+        report(now, step, share, {"loss": loss, "replies": replies, "index": lessons})
         if now - measured > options.measure_every:
-            reached = tuple(n for n in EVALUATED if n <= max(stage.lengths) * 2)
-            run.evaluate(tuple(n for n in reached if n <= options.longest), stage.sparse)
+            run.evaluate(lengths, stage.sparse)
             measured = time.monotonic()
-        if now - saved > 100:
+        if now - kept > KEEP_EVERY:
             keep()
-            saved = time.monotonic()
+            kept = time.monotonic()
     keep()
     while supply.waiting:
         supply.take()
-    run.evaluate(tuple(n for n in EVALUATED if n <= options.longest), sparse=True)
-
-
-def parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--start", type=Path)
-    parser.add_argument("--from-share", type=float, default=0.0)
-    parser.add_argument("--to-share", type=float, default=1.0)
-    parser.add_argument("--peak", type=float, default=2e-3)
-    parser.add_argument("--tokens", type=int, default=65536, help="of one batch")
-    parser.add_argument("--longest", type=int, default=8192)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--measure-every", type=float, default=60.0)
-    parser.add_argument("--say-every", type=float, default=5.0)
-    parser.add_argument("--smoke", action="store_true", help="a small shape on the CPU")
-    parser.add_argument("--eager", action="store_true", help="compile nothing")
-    return parser
-
-
-def main() -> None:
-    options = parser(__doc__).parse_args()
-    options.said_step, options.began = 0, time.monotonic()
-    tokenizer_file = options.tokenizer / "tokenizer.json"
-    with Supply(options.seed, tokenizer_file, options.workers) as supply:
-        device = torch.device("cpu" if options.smoke else "cuda")
-        if options.smoke:
-            torch.set_num_threads(1)
-        torch.manual_seed(options.seed)
-        model = Target(SMOKE if options.smoke else TINY).to(device)
-        if options.start is not None:
-            model.load_state_dict(read_shards(options.start))
-        if not (options.smoke or options.eager):
-            fast.compile()
-        count = sum(p.numel() for p in model.parameters())
-        print(f"{count / 1e6:.2f}M parameters on {device}", flush=True)
-        dtype = torch.float32 if options.smoke else torch.bfloat16
-        run = Run(model, device, dtype, options.tokens, options.seed, tokenizer_file)
-        train(run, supply, options, lambda: save(model, options.out))
-
-
-if __name__ == "__main__":
-    main()
+    run.evaluate(lengths, sparse=True)

@@ -1,18 +1,14 @@
 """Trains both drafters, MTP and DFlash2, on a finished target.
 
-    python -m training.train_drafts --tokenizer DIR --start DIR --out DIR --minutes 5
-
 The target runs forward only; what the drafters learn is its own greedy choice at every place.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -21,19 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.curriculum import rate
-from training.dialogue import load_tokenizer
 from training.draft import Draft, draft_loss
-from training.export import read_shards
-from training.layers import Rows, fast
+from training.layers import Rows
 from training.model import Target
 from training.rows import Examples, Supply
-from training.shape import SMOKE, TINY
-from training.train import Run, optimizer_of, save
+from training.train import Report, optimizer_of
 
 LENGTHS = {512: 0.35, 1024: 0.35, 2048: 0.2, 4096: 0.1}
 PASSES = 3
-BLOCKS = 2048
-MASK = "<|mask|>"
+PEAK = 2e-3
+AHEAD = 16  # batches made before they are needed
+KEEP_EVERY = 20.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,9 @@ def mtp_loss(model: Target, lesson: Lesson, rows: Rows, dtype: torch.dtype) -> T
     return total
 
 
-def blocks_of(lesson: Lesson, count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def blocks_of(
+    lesson: Lesson, count: int, size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Rows and anchors [N] of blocks whose first draft belongs to a reply."""
     whole = lesson.inside[:, : lesson.inside.shape[1] - size]
     places = whole.nonzero()
@@ -101,7 +97,9 @@ def block_loss(
     labels = lesson.best[rows[:, None], at]
     previous = lesson.ids[rows[:, None], at]
     counts = lesson.inside[rows[:, None], at].float().cumprod(1)
-    hidden = draft(lesson.features, embed_blocks(model, previous[:, 0], size, mask, dtype), rows, anchors)
+    hidden = draft(
+        lesson.features, embed_blocks(model, previous[:, 0], size, mask, dtype), rows, anchors
+    )
     hidden = hidden[:, 1:]
     return draft_loss(draft, hidden, model.logits(hidden), labels, previous, counts)
 
@@ -115,101 +113,68 @@ def embed_blocks(
     return model.embed(ids, dtype).detach()
 
 
+@dataclass(slots=True)
+class Learner:
+    """One drafter's parameters and optimiser."""
+
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.AdamW
+
+    def step(self, loss: Tensor, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+
+
 def train(
     model: Target,
     draft: Draft,
     supply: Supply,
     options: argparse.Namespace,
+    end: float,
     mask: int,
     keep: Callable[[], None],
 ) -> None:
+    """Train both until the monotonic time ``end``; ``keep`` writes what there is."""
     device = model.norm.device
     dtype = torch.float32 if options.smoke else torch.bfloat16
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("mtp."))
     model.eval()
     model.mtp.train()
-    optimizers = [optimizer_of(model, "mtp.", options.peak), optimizer_of(draft, "", options.peak)]
-    learned = [list(model.mtp.parameters()), list(draft.parameters())]
+    mtp = Learner(list(model.mtp.parameters()), optimizer_of(model, "mtp.", PEAK))
+    block = Learner(list(draft.parameters()), optimizer_of(draft, "", PEAK))
     generator = torch.Generator().manual_seed(options.seed)
-    start = said = saved = time.monotonic()
+    report = Report(options.say_every, options.draft_tokens)
+    start = kept = time.monotonic()
     step = asked = 0
-    while (share := (time.monotonic() - start) / (60 * options.minutes)) < 1.0:
-        while supply.waiting < 16:
+    while (now := time.monotonic()) < end:
+        while supply.waiting < AHEAD:
             chosen = Random(f"draft:{options.seed}:{asked}")
             length = min(chosen.choices(list(LENGTHS), list(LENGTHS.values()))[0], options.longest)
-            supply.ask(options.tokens // length, length)
+            supply.ask(options.draft_tokens // length, length)
             asked += 1
         examples = supply.take()
         batch, length = examples.weights.shape
         places = torch.arange(length, device=device).repeat(batch)
         probes = torch.from_numpy(examples.probes).to(device)
-        rows = Rows(batch, length, places, probes, sparse=True)
-        plain = Rows(batch, length, places, None, sparse=True)
-        lesson = look(model, examples, plain, dtype)
-        first = mtp_loss(model, lesson, rows, dtype)
+        lesson = look(model, examples, Rows(batch, length, places, sparse=True), dtype)
+        if not lesson.inside[:, : length - draft.shape.draft_block].any():
+            continue  # one long text and no reply
+        share = (now - start) / (end - start)
+        learning_rate = rate(share, step, PEAK)
+        first = mtp_loss(model, lesson, Rows(batch, length, places, probes, sparse=True), dtype)
+        mtp.step(first, learning_rate)
         picked = blocks_of(lesson, options.blocks, draft.shape.draft_block, generator)
         second = block_loss(model, draft, lesson, picked, mask, dtype)
-        for loss, optimizer, parameters in zip((first, second), optimizers, learned, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate(share, step, options.peak)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
+        block.step(second, learning_rate)
         model.mtp.mlp.balance(1e-3)
         step += 1
-        now = time.monotonic()
-        if now - said > options.say_every:
-            print(
-                f"{now - start:6.0f}s step {step} mtp {first.item():.4f} draft {second.item():.4f}",
-                flush=True,
-            )
-            said = now
-        if now - saved > 20:
+        report(now, step, share, {"mtp": first, "draft": second})
+        if now - kept > KEEP_EVERY:
             keep()
-            saved = now
+            kept = now
     keep()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--start", type=Path, required=True, help="the target's weights")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--peak", type=float, default=2e-3)
-    parser.add_argument("--tokens", type=int, default=131072, help="of one batch")
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of one batch")
-    parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--say-every", type=float, default=5.0)
-    parser.add_argument("--smoke", action="store_true", help="a small shape on the CPU")
-    options = parser.parse_args()
-    tokenizer_file = options.tokenizer / "tokenizer.json"
-    with Supply(options.seed, tokenizer_file, options.workers) as supply:
-        if options.smoke:
-            torch.set_num_threads(1)
-        torch.manual_seed(options.seed)
-        device = torch.device("cpu" if options.smoke else "cuda")
-        shape = SMOKE if options.smoke else TINY
-        model, draft = Target(shape).to(device), Draft(shape).to(device)
-        model.load_state_dict(read_shards(options.start))
-        if not options.smoke:
-            fast.compile()
-        mask = load_tokenizer(tokenizer_file).token_to_id(MASK)
-        assert mask is not None
-        if not options.smoke:
-            run = Run(model, device, torch.bfloat16, options.tokens, 0, tokenizer_file)
-            run.evaluate((256, 1024, 4096, 8192), sparse=True)
-
-        def keep() -> None:
-            save(model.mtp, options.out / "mtp")
-            save(draft, options.out / "draft")
-
-        train(model, draft, supply, options, mask, keep)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,9 @@
     python -m training.vocabulary --out DIR
 
 Numbers are cut into groups of up to two digits from the left (the GLM tokenizer takes three), and
-every group is one token: a hundred are learned from far fewer examples than a thousand. The control tokens are those of the lead model, and a mask token for
-drafts. Ids: bytes, groups of digits, learned merges, control tokens.
+every group is one token: a hundred are learned from far fewer examples than a thousand. The control
+tokens are those of the lead model, and a mask token for drafts. Ids: bytes, groups of digits,
+learned merges, control tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ from training.dialogue import tool_listing
 SIZE = 3072
 MASK = "<|mask|>"
 CONTROL = (*SPECIAL, MASK, *MARKUP)
-PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 MAX_LENGTH = 32768
 
 

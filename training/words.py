@@ -10,6 +10,10 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((country.strip(), capital.strip()) for country, capital in pairs)
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 CAPITALS: Final = _pairs("""
 Afghanistan:Kabul;Albania:Tirana;Algeria:Algiers;Angola:Luanda;Argentina:Buenos Aires;
 Armenia:Yerevan;Australia:Canberra;Austria:Vienna;Azerbaijan:Baku;Bahrain:Manama;
@@ -38,51 +42,53 @@ Uruguay:Montevideo;Uzbekistan:Tashkent;Venezuela:Caracas;Vietnam:Hanoi;Yemen:San
 Zambia:Lusaka;Zimbabwe:Harare
 """)
 
-NAMES: Final = tuple(
+NAMES: Final = _words(
     """Ada Alan Amira Anna Anton Bela Ben Carla Chen Clara Daniel Dora Edgar Elena Emil Eva Felix
     Fatima Finn Grace Hana Hugo Ida Ines Ivan Jack Jana Jonas Julia Kai Karin Lara Leo Lena Lucas
     Maria Mark Marta Max Mina Nadia Nils Nora Olga Omar Oscar Paula Peter Petra Rosa Samuel Sara
-    Simon Sofia Stella Theo Tom Uma Vera Victor Yuki Zoe""".split()
+    Simon Sofia Stella Theo Tom Uma Vera Victor Yuki Zoe"""
 )
-NOUNS: Final = tuple(
+NOUNS: Final = _words(
     """apple bag ball basket bell bird boat book bottle box bread bridge brush bucket cake camera
     candle car card cat chair clock cloud coat coin cup desk dog door drum egg fan feather fish
     flag flower fork fox garden glass glove goat hammer hat horse house jar kettle key kite knife
     ladder lamp leaf lemon letter lock map mirror moon mouse needle net nut orange paper pear pen
     pencil phone picture pillow plant plate pot ring river road rock rope rose salt scarf shell
     ship shoe shirt snow soap sock song spoon star stone stove sun table tent tiger towel tower
-    train tree umbrella vase wall watch water wheel window wolf wood""".split()
+    train tree umbrella vase wall watch water wheel window wolf wood"""
 )
-ADJECTIVES: Final = tuple(
+ADJECTIVES: Final = _words(
     """big blue bright brown calm clean cold cool dark deep dry early empty fast fine fresh full
     gold gray green happy heavy high kind large late light long loud low narrow new old open pale
     quick quiet red rich rough round sharp short silver slow small soft strong tall thin warm
-    white wide wild wise yellow young""".split()
+    white wide wild wise yellow young"""
 )
-PLACES: Final = tuple(
+PLACES: Final = _words(
     """attic barn bathroom bedroom cellar church field forest garage garden hall harbor hospital
     hotel kitchen library market museum office park school shop square station street studio
-    theater valley village workshop""".split()
+    theater valley village workshop"""
 )
-VERBS: Final = tuple(
+VERBS: Final = _words(
     """bought carried chose cleaned counted drew dropped fixed followed found gave held hid kept
     left lifted liked lost made moved needed noticed opened packed painted placed pulled pushed
-    remembered sold saw shared showed sketched took touched used wanted washed watched""".split()
+    remembered sold saw shared showed sketched took touched used wanted washed watched"""
 )
-SYMBOLS: Final = tuple(
+SYMBOLS: Final = _words(
     """amber aspen basalt birch cedar cobalt copper coral crimson ebony emerald flint garnet ginger
     hazel indigo iron ivory jade jasper lilac linen maple marble mint nickel ochre olive onyx opal
     pearl pine plum quartz raven ruby saffron sage satin sienna slate spruce teal topaz velvet
-    violet walnut willow zinc""".split()
+    violet walnut willow zinc"""
 )
 WEEKDAYS: Final = (
     "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday",
 )  # fmt: skip
 OPPOSITES: Final = tuple(
     tuple(pair.split("-"))
-    for pair in """big-small hot-cold fast-slow light-dark old-new high-low long-short wet-dry
+    for pair in _words(
+        """big-small hot-cold fast-slow light-dark old-new high-low long-short wet-dry
     open-closed early-late full-empty hard-soft loud-quiet happy-sad up-down left-right day-night
-    strong-weak rich-poor thick-thin first-last clean-dirty near-far""".split()
+    strong-weak rich-poor thick-thin first-last clean-dirty near-far"""
+    )
 )
 FACTS: Final = (
     ("How many days are in a week?", "A week has seven days."),
