@@ -125,8 +125,8 @@ class Soak:
     async def _compare(self, path: str, body: dict[str, Any]) -> None:
         """The same under a salt never used before: every choice, with its log probabilities."""
         self.found.compared += 1
+        salt = f"cold-{self.found.compared}"  # before another comparison begins
         warm = await self.server.post(path, body)
-        salt = f"cold-{self.found.compared}"
         cold = await self.server.post(path, {**body, "cache_salt": salt})
         if cold["usage"]["prompt_tokens_details"]["cached_tokens"]:
             self.found.errors.append(f"{path}: a hit under a salt never used before")
