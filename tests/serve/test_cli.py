@@ -90,17 +90,14 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert f"cannot listen on 127.0.0.1:{port}" in err
 
 
-def test_the_default_model_is_written_once(tmp_path: Path) -> None:
-    first = cli.tiny_model(tmp_path)
-    written = (first / "model.safetensors").stat().st_mtime_ns
-    assert cli.tiny_model(tmp_path) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written
-    assert list(tmp_path.iterdir()) == [first]
+def test_the_default_model_is_the_bundled_one() -> None:
+    assert (cli.BUNDLED / "config.json").is_file()
+    assert (cli.BUNDLED / "tokenizer.json").is_file()
 
 
 @contextmanager
-def running(cache_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "MERESTONE_CACHE_DIR": str(cache_dir)}
+def running() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     command = [*START, "serve", "--port", "0", "--grace", "1", "--memory", "64MiB"]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -118,18 +115,19 @@ def running(cache_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_real_server_from_start_to_signal(tmp_path: Path, sent: signal.Signals) -> None:
-    with running(tmp_path) as (process, url), httpx.Client(base_url=url, timeout=60) as http:
+def test_the_real_server_from_start_to_signal(sent: signal.Signals) -> None:
+    with running() as (process, url), httpx.Client(base_url=url, timeout=60) as http:
         body = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
         first = http.post("/v1/completions", json=body).json()
         again = http.post("/v1/completions", json=body).json()
         assert first["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
-        assert again["usage"]["merestone"]["restored"] == 5
+        prompt = again["usage"]["prompt_tokens"]
+        assert again["usage"]["merestone"]["restored"] == prompt
         echo = {"prompt": "hello", "max_tokens": 0, "echo": True}
         assert http.post("/v1/completions", json=echo).json()["choices"][0]["text"] == "hello"
         scored = {**echo, "logprobs": 2, "n": 2}
         table = http.post("/v1/completions", json=scored).json()["choices"][1]["logprobs"]
-        assert len(table["token_logprobs"]) == 5
+        assert len(table["token_logprobs"]) == prompt
         messages = [{"role": "user", "content": "hi"}]
         chat = {"messages": messages, "max_tokens": 4, "stream": True}
         assert http.post("/v1/chat/completions", json=chat).text.endswith("data: [DONE]\n\n")

@@ -10,18 +10,14 @@ The only place that reads the environment. Every variable has an option that ove
 | MERESTONE_PORT        | --port                | port to listen on                         |
 | MERESTONE_API_KEY     | --api-key             | key that clients must send, or that we do |
 | MERESTONE_URL         | chat --url            | server to talk to                         |
-| MERESTONE_CACHE_DIR   | --cache-dir           | where the default model is written        |
 | MERESTONE_LOG_LEVEL   | --log-level           | debug, info, warning or error             |
-| XDG_CACHE_HOME        |                       | the default of MERESTONE_CACHE_DIR        |
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -31,7 +27,7 @@ from rich.console import Console
 
 from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine
-from merestone.models.tiny import ARCHITECTURES, write_tiny
+from merestone.models.tiny import ARCHITECTURES
 from merestone.probe.cli import probe
 from merestone.serve.server import AddressRefused, bind, run
 from merestone.serve.service import ServerOptions, Service
@@ -56,15 +52,16 @@ ApiKey = Annotated[
 ]
 ModelDir = Annotated[
     Path | None,
-    typer.Argument(help="Hugging Face directory. Default: a tiny model.", envvar="MERESTONE_MODEL"),
+    typer.Argument(
+        help="Hugging Face directory. Default: merestone-tiny.", envvar="MERESTONE_MODEL"
+    ),
 ]
 CacheTokens = Annotated[
     bool, typer.Option("--cache-tokens", help="GET /cache lists token ids, which are users' texts.")
 ]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from.")]
-CacheDir = Annotated[
-    Path | None, typer.Option(help="For the default model.", envvar="MERESTONE_CACHE_DIR")
-]
+BUNDLED = Path(__file__).parent.parent / "assets" / "merestone-tiny"
+"""The model that is served when none is named."""
 
 
 class Failure(Exception):
@@ -85,31 +82,6 @@ def parse_size(text: str) -> int:
     if found is None:
         raise Failure(f"--memory: {text!r} is not a size such as 512MiB or 2GB", 2)
     return int(float(found[1]) * UNITS[found[2] or ""])
-
-
-def default_cache_dir() -> Path:
-    """Where this platform keeps files that can be made again."""
-    if sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "merestone"
-
-
-def tiny_model(cache_dir: Path) -> Path:
-    """The directory of the default model: random weights, written once for each version."""
-    target = cache_dir / f"tiny-glm5_next-{__version__}"
-    if not target.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        # complete or absent: it is moved to its place when everything is written
-        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
-            fresh = Path(scratch) / "model"
-            write_tiny(fresh, seed=0)
-            if not target.is_dir():
-                fresh.rename(target)
-    return target
 
 
 def start_logging(level: str) -> None:
@@ -157,7 +129,6 @@ def serve(
     cache_tokens: CacheTokens = False,
     cors_origin: CorsOrigin = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to end requests in.")] = 10.0,
-    cache_dir: CacheDir = None,
     log_level: Annotated[str, typer.Option(envvar="MERESTONE_LOG_LEVEL")] = "info",
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
@@ -178,7 +149,9 @@ def serve(
     except AddressRefused as error:
         raise Failure(str(error), 1) from error
     with listener:
-        directory = _model_directory(model_dir, cache_dir or default_cache_dir())
+        directory = model_dir or BUNDLED
+        if not directory.is_dir():
+            raise Failure(f"{directory} is no directory", 2)
         name = served_model_name or directory.resolve().name
         shown = ServerOptions(name, api_key, cache_tokens, tuple(cors_origin or ()))
         service = _load(directory, options, shown)
@@ -186,14 +159,6 @@ def serve(
         url = f"http://{address}:{listener.getsockname()[1]}"
         line = f"merestone {__version__}: {name} at {url}"
         run(service, listener, grace, lambda: console.print(line, highlight=False, soft_wrap=True))
-
-
-def _model_directory(given: Path | None, cache_dir: Path) -> Path:
-    if given is None:
-        return _or_failure(lambda: tiny_model(cache_dir))
-    if not given.is_dir():
-        raise Failure(f"{given} is no directory", 2)
-    return given
 
 
 def _load(directory: Path, options: EngineOptions, shown: ServerOptions) -> Service:
