@@ -2,26 +2,30 @@
 
 Run as a program, without the interpreter: launches every operator at a model's true dimensions on
 CPU tensors that are never touched, and prints one line a kernel: registers, stack bytes (spills),
-shared memory. Knows how Triton specialises arguments; `compiled` must agree with it.
+shared memory. Small steps of any number of rows must get the same kernels. Knows how Triton
+specialises arguments; `compiled` must agree with it.
 """
 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from launches import LAUNCHES
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import triton
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
+# One, a multiple of no power of two, and one of 16: the sizes that Triton would tell apart.
+ROWS = (1, 3, 16)
 _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -33,7 +37,9 @@ _TYPES = {
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
-def compiled(function: JITFunction, args: tuple[object, ...], kwargs: dict[str, object]):
+def compiled(
+    function: JITFunction, args: tuple[object, ...], kwargs: dict[str, object]
+) -> CompiledKernel:
     """Build one launch's kernel as the launch itself would."""
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     values = dict(zip(function.arg_names, args, strict=False)) | kwargs
@@ -63,7 +69,7 @@ def compiled(function: JITFunction, args: tuple[object, ...], kwargs: dict[str, 
     return triton.compile(source, target=TARGET, options=options)
 
 
-def resources(kernel) -> dict[str, int]:
+def resources(kernel: CompiledKernel) -> dict[str, int]:
     """REG, STACK and so on of a compiled kernel, by cuobjdump."""
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -81,34 +87,42 @@ def resources(kernel) -> dict[str, int]:
 
 
 @contextmanager
-def caught(report: Callable[[str], None]) -> Iterator[None]:
-    """While it lasts, a launch compiles its kernel and runs nothing."""
+def caught(found: dict[str, CompiledKernel]) -> Iterator[None]:
+    """While it lasts, a launch compiles its kernel into ``found`` (by hash) and runs nothing."""
     launch = JITFunction.run
 
-    def run(self: JITFunction, *args: object, grid, warmup, **kwargs: object) -> None:
+    def run(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
         kernel = compiled(self, args, kwargs)
-        found = resources(kernel)
-        shared = kernel.metadata.shared
-        assert shared <= SHARED_LIMIT, f"{self.__name__}: {shared} bytes of shared memory"
-        report(
-            f"{self.__name__:<24} regs {found['REG']:3d} x {kernel.metadata.num_warps:2d} warps,"
-            f" stack {found['STACK']:5d}, shared {shared:6d}"
-        )
+        found[kernel.hash] = kernel
 
-    JITFunction.run = run  # type: ignore[method-assign]
+    JITFunction.run = run
     try:
         yield
     finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
+        JITFunction.run = launch
 
 
 def main(names: list[str]) -> None:
-    import launches
-
-    for name in names or list(launches.LAUNCHES):
+    for name in names or list(LAUNCHES):
         print(f"# {name}")
-        with caught(print):
-            launches.LAUNCHES[name]()
+        each: list[dict[str, CompiledKernel]] = []
+        for rows in ROWS:
+            each.append({})
+            with caught(each[-1]):
+                LAUNCHES[name](rows)
+        # A size that chose another kernel could choose other bits, or compile while serving.
+        for rows, kernels in zip(ROWS, each, strict=True):
+            other = kernels.keys() ^ each[0].keys()
+            differing = sorted({(kernels | each[0])[key].metadata.name for key in other})
+            assert not other, f"{rows} rows and {ROWS[0]} have different kernels: {differing}"
+        for kernel in each[0].values():
+            use, shared = resources(kernel), kernel.metadata.shared
+            assert shared <= SHARED_LIMIT, f"{kernel.metadata.name}: {shared} bytes shared"
+            print(
+                f"{kernel.metadata.name:<16} {use['REG']:3d} registers x"
+                f" {kernel.metadata.num_warps:2d} warps, stack {use['STACK']:4d},"
+                f" shared {shared:6d}"
+            )
 
 
 if __name__ == "__main__":

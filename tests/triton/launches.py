@@ -1,4 +1,7 @@
-"""Every operator once, at GLM-5.3-Flash's dimensions, for `aot.py`: nothing here is computed."""
+"""Every operator at GLM-5.3-Flash's dimensions, for `aot.py`: nothing here is computed.
+
+A function takes the number of rows of a small step; what more it needs it adds to them.
+"""
 
 from collections.abc import Callable
 
@@ -23,97 +26,98 @@ from merestone.ops.triton.norms import (
 )
 from merestone.ops.triton.rows import Cells, Sequences
 
-LAUNCHES: dict[str, Callable[[], object]] = {}
+LAUNCHES: dict[str, Callable[[int], None]] = {}
 
 
-def launch(function: Callable[[], object]) -> Callable[[], object]:
+def launch(function: Callable[[int], None]) -> Callable[[int], None]:
     LAUNCHES[function.__name__] = function
     return function
 
 
 @launch
-def copy() -> None:
+def copy(rows: int) -> None:
     arena = torch.empty(4, 1 << 20, dtype=torch.uint8)
     slots = torch.empty(2, 16, 8192, dtype=torch.uint8)
     groups = {"full": (GroupSpec("full", page=1024), [Region(0, 1024)])}
     copier = Copier(arena, slots, groups, padding=(3, 1))
-    copier.run(copier.encode((), 4))
+    copier.run(copier.encode((), rows))
 
 
 @launch
-def gemm() -> None:
+def gemm(rows: int) -> None:
     bf16 = torch.bfloat16
-    for rows in (1, 32, 64, 512, 1024):
-        linear(torch.empty(rows, 4096, dtype=bf16), torch.empty(4096, 4096, dtype=bf16))
-        linear(torch.empty(rows, 4096, dtype=bf16), torch.empty(24576, 4096, dtype=bf16))
-    for rows in (1, 64, 512):
-        linear(torch.empty(rows, 16384, dtype=bf16), torch.empty(24, 16384))
-    linear(torch.empty(64, 3, 256, dtype=bf16), torch.empty(64, 512, 256, dtype=bf16))
+    for more in (0, 16, 32, 64, 512):
+        x = torch.empty(rows + more, 4096, dtype=bf16)
+        linear(x, torch.empty(4096, 4096, dtype=bf16))
+        linear(x, torch.empty(24576, 4096, dtype=bf16))
+        linear(torch.empty(rows + more, 16384, dtype=bf16), torch.empty(24, 16384))
+    linear(torch.empty(64, rows, 256, dtype=bf16), torch.empty(64, 512, 256, dtype=bf16))
 
 
 @launch
-def norms() -> None:
+def norms(rows: int) -> None:
     bf16 = torch.bfloat16
     for width in (512, 1536, 4096):
-        rms_norm(torch.empty(3, width, dtype=bf16), torch.empty(width, dtype=bf16), 1e-5)
-    heads = torch.empty(128, 128)
+        rms_norm(torch.empty(rows, width, dtype=bf16), torch.empty(width, dtype=bf16), 1e-5)
+    heads = torch.empty(64 * rows, 128)
     gated_rms_norm(heads, torch.empty(128), heads.bfloat16(), 1e-5)
     layer_norm(heads.bfloat16(), heads[0].bfloat16(), heads[1].bfloat16(), 1e-6)
     l2_norm(heads.bfloat16(), 1e-6)
-    swiglu(torch.empty(3, 4096, dtype=bf16), 10.0)
+    swiglu(torch.empty(rows, 4096, dtype=bf16), 10.0)
     for lowest in (-5.0, None):
-        log_decay(torch.empty(3, 8192, dtype=bf16), torch.empty(8192), torch.empty(64), lowest)
+        log_decay(torch.empty(rows, 8192, dtype=bf16), torch.empty(8192), torch.empty(64), lowest)
 
 
 def sequences(count: int) -> Sequences:
     one = torch.zeros(count, dtype=torch.int32)
-    return Sequences(one, one, one, one[:, None].repeat(1, 4), one[:, None].repeat(1, 74))
+    return Sequences(one, one, one, one[:, None].repeat(1, count), one[:, None].repeat(1, 74))
 
 
 @launch
-def convolution() -> None:
+def convolution(rows: int) -> None:
     bf16, width = torch.bfloat16, 24576
     arena = torch.empty(2, 1 << 20, dtype=bf16)
     pages = arena.as_strided((2, 16, width), (1 << 20, width, 1))
-    rows = torch.zeros(3, dtype=torch.int32)
+    zero = torch.zeros(rows, dtype=torch.int32)
     tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
-    new = torch.empty(3, width, dtype=bf16)
-    conv(new, pages, tail, torch.empty(4, width), rows, rows, sequences(3))
+    new = torch.empty(rows, width, dtype=bf16)
+    conv(new, pages, tail, torch.empty(4, width), zero, zero, sequences(rows))
 
 
 @launch
-def attention() -> None:
-    q = torch.empty(2, 64, 512, dtype=torch.bfloat16)
+def attention(rows: int) -> None:
+    q = torch.empty(rows, 64, 512, dtype=torch.bfloat16)
     arena = torch.empty(2, 1 << 20, dtype=torch.bfloat16)
-    tables = torch.zeros(2, 8, dtype=torch.int32)
+    tables = torch.zeros(rows, rows, dtype=torch.int32)
     keys = Keys(arena.as_strided((2, 1024, 512), (1 << 20, 512, 1)), tables)
-    seen = torch.ones(2, dtype=torch.int32)
-    for selection in (None, torch.zeros(2, 2112, dtype=torch.int32)):
-        for rows, split in ((16, True), (64, False)):
-            work = items([(0, 0, 1), (1, 1, 1)], 64, rows)
-            attend(q, keys, work, seen, 0.1, longest=2112, split=split, selection=selection)
+    seen = torch.ones(rows, dtype=torch.int32)
+    parts = [(row, row, 1) for row in range(rows)]
+    for selection in (None, torch.zeros(rows, 2112, dtype=torch.int32)):
+        for height, split in ((16, True), (64, False)):
+            work = items(parts, 64, height)
+            attend(q, keys, work, seen, 0.1, longest=512 * rows, split=split, selection=selection)
 
 
 @launch
-def sparse_index() -> None:
+def sparse_index(rows: int) -> None:
     bf16 = torch.bfloat16
-    one = torch.ones(3, dtype=torch.int32)
-    rows = torch.empty(3, 288, dtype=bf16)
+    one = torch.ones(rows, dtype=torch.int32)
+    raw_rows = torch.empty(rows, 288, dtype=bf16)
     arena = torch.empty(2, 1 << 20, dtype=bf16)
     raw = arena.as_strided((2, 16, 128), (1 << 20, 128, 1))
     pools = arena.as_strided((2, 256, 128), (1 << 20, 128, 1))
-    tables = torch.zeros(3, 8, dtype=torch.int32)
+    tables = torch.zeros(rows, rows, dtype=torch.int32)
     positions = torch.empty(4, 128)
-    keys, gates, weights = rows[:, :128], rows[:, 128:256], rows[:, 256:]
-    write_pools(keys, gates, raw, raw, positions, pools, tables, one, one, sequences(3))
-    q = torch.empty(3, 32, 128, dtype=bf16)
-    scores = pool_scores(q, weights, pools, tables, one, one, longest=2048)
+    keys, gates, weights = torch.split(raw_rows, [128, 128, 32], 1)
+    write_pools(keys, gates, raw, raw, positions, pools, tables, one, one, sequences(rows))
+    q = torch.empty(rows, 32, 128, dtype=bf16)
+    scores = pool_scores(q, weights, pools, tables, one, one, longest=512 * rows)
     members(choose(scores, one, 512), one, 4, 2112)
 
 
 @launch
-def hyper_connections() -> None:
-    streams, n = torch.empty(3, 4, 4096, dtype=torch.bfloat16), 24
+def hyper_connections(rows: int) -> None:
+    streams, n = torch.empty(rows, 4, 4096, dtype=torch.bfloat16), 24
     fn, base = torch.empty(n, 4 * 4096), torch.empty(n)
     y, post, comb = enter(
         streams,
@@ -130,10 +134,10 @@ def hyper_connections() -> None:
 
 
 @launch
-def mixture() -> None:
+def mixture(rows: int) -> None:
     bf16 = torch.bfloat16
-    for rows in (1, 1024, 4096):
-        x = torch.empty(rows, 512, dtype=bf16)
+    for more in (0, 1024, 4096):
+        x = torch.empty(rows + more, 512, dtype=bf16)
         ids, weights = route(x, torch.empty(288, 512), torch.empty(288), 8, True, 2.5)
         # The expert weights are never read: one expert stands for all.
         gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(288, -1, -1)
@@ -142,13 +146,13 @@ def mixture() -> None:
 
 
 @launch
-def recurrence() -> None:
+def recurrence(rows: int) -> None:
     bf16, heads, dim = torch.bfloat16, 64, 128
-    x, beta = torch.empty(3, heads, dim, dtype=bf16), torch.empty(3, heads)
+    x, beta = torch.empty(rows, heads, dim, dtype=bf16), torch.empty(rows, heads)
     cells = Cells(torch.empty(2, 1 << 19), torch.zeros(heads, 2, dtype=torch.int64))
     ring = torch.zeros(1, heads, 128, dim, dtype=bf16)
     cache = OpenRows(ring, ring.float(), ring)
-    tables = sequences(3)
+    tables = sequences(rows)
     step = Pass(tables.first, tables.first, tables.first, tables.anchor_frames)
     for lowest in (-5.0, None):
         kda(x, x, x, x.float(), beta, cells, cache, tables, step, chunk=64, lowest=lowest)

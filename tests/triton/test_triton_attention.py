@@ -109,6 +109,12 @@ def test_selected_positions(draw, device: str) -> None:
     for i, tokens in enumerate(chosen):
         expected = attend_naive(q[i], latents[0][tokens], len(tokens), SCALE)
         torch.testing.assert_close(out[i], expected)
+    # A row that could not choose says so, and hurts nobody else.
+    selection[0] = -1
+    for split in (True, False):
+        hurt, _ = run(q, keys, parts, [37, 20], split=split, selection=selection)
+        assert hurt[0].isnan().all()
+        assert torch.equal(hurt[1], out[1])
 
 
 @pytest.mark.usefixtures("short_spans")

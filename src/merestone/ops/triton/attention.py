@@ -61,7 +61,7 @@ def _span(
         inside = index < last
         position = index
         if SELECTED:
-            position = tl.load(selection + index, mask=inside, other=0)
+            position = tl.maximum(tl.load(selection + index, mask=inside, other=0), 0)
         frame = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
         at = frame * page_frame + (position % PAGE) * DIM
         # Rows above a boundary may hold anything: masked keys are zeros, not only unweighted.
@@ -89,9 +89,11 @@ def _merged(highest, total, mixed, span_highest, span_total, span_mixed):
 
 
 @triton.jit
-def _store(out, lse, row, valid, highest, total, mixed, DIM: tl.constexpr):
+def _store(out, lse, row, valid, damaged, highest, total, mixed, DIM: tl.constexpr):
     """Normalise; a row without keys is zero, its log-sum-exp -inf. All [ROWS, 1] or [ROWS, DIM]."""
     some = tl.where(total == 0.0, 1.0, total)
+    # No choice could be made from damaged keys: the row must not look as if it had.
+    some = tl.where(damaged, float("nan"), some)
     at = row * DIM + tl.arange(0, DIM)[None, :]
     tl.store(out + at, (mixed / some).to(out.dtype.element_ty), mask=valid)
     log_sum = tl.where(total == 0.0, float("-inf"), highest + tl.log(some))
@@ -162,12 +164,15 @@ def _merge(
     parts,
     stats,
     seen,
+    selection,
     out,
     lse,
     spans,
+    WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
+    SELECTED: tl.constexpr,
 ):
     """Grid: (rows x heads). Merges a row's spans in order."""
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
@@ -182,7 +187,10 @@ def _merge(
             highest, total, mixed, tl.load(stats + at * 2), tl.load(stats + at * 2 + 1),
             tl.load(parts + at * DIM + column),
         )  # fmt: skip
-    _store(out, lse, row, row >= 0, highest, total, mixed, DIM)
+    damaged = False
+    if SELECTED:
+        damaged = tl.load(selection + row // HEADS * WIDTH) < 0
+    _store(out, lse, row, row >= 0, damaged, highest, total, mixed, DIM)
 
 
 @triton.jit(do_not_specialize=["count", "table_entries"])
@@ -239,7 +247,10 @@ def _whole(
             tl.store(so_far, mixed)
         tl.debug_barrier()
         mixed = tl.load(so_far)
-        _store(out, lse, row[:, None], valid[:, None], highest, total, mixed, DIM)
+        damaged = False
+        if SELECTED:
+            damaged = tl.load(chosen) < 0
+        _store(out, lse, row[:, None], valid[:, None], damaged, highest, total, mixed, DIM)
         tl.debug_barrier()
 
 
@@ -284,7 +295,8 @@ def attend(
         longest: an upper bound of ``seen``.
         split: a program for every span (few rows), or one for all of an item's (many). Changes
             no bits.
-        selection: [N, width] int32, ascending positions; ``seen`` then counts its entries.
+        selection: [N, width] int32, ascending positions; ``seen`` then counts its entries. A row
+            whose first entry is negative (see `choose`) is NaN.
 
     Returns:
         [N, H, L] in ``out_dtype`` (q's by default), and the log-sum-exps [N, H] fp32.
@@ -332,8 +344,9 @@ def attend(
         ROWS=_NARROW, num_warps=4, num_stages=2, **common,
     )  # fmt: skip
     _merge[(rows * heads,)](
-        parts, stats, seen, out, lse, spans,
-        HEADS=heads, DIM=dim, SPAN=SPAN, num_warps=4, enable_fp_fusion=False,
+        parts, stats, *inputs[4:], out, lse, spans,
+        WIDTH=common["WIDTH"], HEADS=heads, DIM=dim, SPAN=SPAN, SELECTED=selection is not None,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse
 

@@ -197,6 +197,7 @@ def route(
     """
     rows, experts = x.shape[0], gate.shape[0]
     logits = linear(x, gate)
+    aligned(logits, bias)
     ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     if rows:

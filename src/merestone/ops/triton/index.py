@@ -20,7 +20,7 @@ _POOLS = 64
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["page_entries"])
+@triton.jit(do_not_specialize=["page_entries", "full_entries"])
 def _pool(
     new_keys,
     new_gates,
@@ -111,7 +111,7 @@ def _score(
 
 @triton.jit
 def _ordered(scores):
-    """Scores as integers in the same order: NaN lowest, both zeros equal. int64, 0 .. 2^32 - 1."""
+    """Scores as integers of their order, NaN lowest, both zeros equal: int64, 0 .. 2^32 - 1."""
     lowest = float("-inf")
     scores = tl.where(scores == scores, scores, lowest)
     scores = tl.where(scores == 0.0, 0.0, scores)
@@ -133,7 +133,7 @@ def _choose(
     """Grid: (rows). The K best of a row's first ``complete`` (at least K) scores, ascending.
 
     Four passes fix the K-th largest value a byte at a time; a last one writes what is above it,
-    and of its equals the first.
+    and of its equals the first. A row with a NaN gets -1: its keys are damaged.
     """
     row = tl.program_id(0).to(tl.int64)
     last = tl.load(complete + row)
@@ -141,12 +141,15 @@ def _choose(
     byte = tl.arange(0, BINS)
     threshold = tl.zeros((), tl.int64)
     wanted = tl.full((), K, tl.int32)
+    unknown = tl.zeros((), tl.int32)
     for step in tl.static_range(4):
         shift = 24 - 8 * step
         counts = tl.zeros((BINS,), tl.int32)
         for start in range(0, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            value = _ordered(tl.load(scores + at, mask=at < last, other=0.0))
+            score = tl.load(scores + at, mask=at < last, other=0.0)
+            unknown += tl.sum((score != score).to(tl.int32), 0)
+            value = _ordered(score)
             alike = (at < last) & ((value >> (shift + 8)) == (threshold >> (shift + 8)))
             digit = ((value >> shift) & 255).to(tl.int32)
             counts += tl.histogram(digit, BINS, mask=alike)
@@ -164,7 +167,7 @@ def _choose(
         taken |= (equal > 0) & (tl.cumsum(equal, 0) <= wanted)
         wanted -= tl.minimum(tl.sum(equal, 0), wanted)
         place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(out + row * K + place, at, mask=taken)
+        tl.store(out + row * K + place, tl.where(unknown > 0, -1, at), mask=taken)
         done += tl.sum(taken.to(tl.int32), 0)
 
 
@@ -256,7 +259,7 @@ def pool_scores(
     assert heads & (heads - 1) == dim & (dim - 1) == 0, (heads, dim)
     assert row_sequence.dtype == complete.dtype == tables.dtype == torch.int32
     out = torch.empty(rows, longest, dtype=torch.float32, device=q.device)
-    aligned(q, pool_pages, out)
+    aligned(q, weights, pool_pages, out)
     if rows and longest:
         _score[(rows, blocks(longest, _POOLS))](
             q, weights, pool_pages, tables, row_sequence, complete, out, dim**-0.5,
@@ -270,7 +273,8 @@ def pool_scores(
 def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
     """The ``k`` best of each row's first ``complete`` scores, ascending: [R, P], [R] -> [R, k].
 
-    ``complete`` int32, at least ``k``. Ties go to the lowest pool; NaN counts as lowest. int32.
+    ``complete`` int32, at least ``k``. Ties go to the lowest pool; a row with a score that is not a
+    number gets -1. int32.
     """
     rows, width = scores.shape
     assert scores.is_contiguous()

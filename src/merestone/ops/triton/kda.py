@@ -309,6 +309,6 @@ def kda(
         _EXPONENT,
         FRAMES=step.advance_frames.shape[1], DIM=dim, WIDTH=width, COLUMNS=columns, CHUNK=chunk,
         SUB=SUB, BOUNDED=lowest is not None and -lowest * (SUB - 1) <= _EXPONENT,
-        num_warps=4, num_stages=1, enable_fp_fusion=False,
+        num_warps=8, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
