@@ -101,14 +101,14 @@ class Shipped:
         return text
 
 
-def retrieval(shipped: Shipped, length: int, rows: int, calls: Score) -> Score:
-    """Asks one length; adds what is not about records to ``calls``."""
+RECORDS = Mix(records=1.0, tools=0.0)
+TOOLS = Mix(records=1.0, tools=1.0, record_turns=0.2)
+
+
+def ask(shipped: Shipped, mix: Mix, rows: int, length: int) -> Score:
+    """Held-out conversations of one kind and length."""
     result = Score()
-    examples = shipped.held_out(length, rows, length, Mix(records=1.0, tools=1.0))
-    score(shipped.predict, examples, shipped.device, result)
-    for key in ("call", "two_hop", "answer", "capital"):
-        calls.right[key] += result.right[key]
-        calls.asked[key] += result.asked[key]
+    score(shipped.predict, shipped.held_out(length, rows, length, mix), shipped.device, result)
     return result
 
 
@@ -136,20 +136,18 @@ def table(
     """(what, share or mean, of how many). ``sizes``: (rows, length) for records, ``chats`` for
     drafts."""
     lines = []
-    calls = Score()
     for rows, length in sizes:
-        result = retrieval(shipped, length, rows, calls)
-        lines.append(
-            (f"record retrieval at {length}", result.share("retrieval"), result.asked["retrieval"])
-        )
-        print(f"  {length}: {result.line()}", flush=True)
+        found = ask(shipped, RECORDS, rows, length)
+        print(f"  {length}: {found.line()}", flush=True)
+        name = f"record retrieval at {length}"
+        lines.append((name, found.share("retrieval"), found.asked["retrieval"]))
+    found = ask(shipped, TOOLS, 2 * chats[0][0], 1024)
     for key, name in (
         ("call", "tool call exact"),
         ("two_hop", "two hops over a tool result"),
         ("answer", "answer from a tool result"),
-        ("capital", "capital"),
     ):
-        lines.append((name, calls.share(key), calls.asked[key]))
+        lines.append((name, found.share(key), found.asked[key]))
     mtp, draft = acceptance(shipped, chats)
     lines.append(("MTP, accepted of 3", mtp.mean, mtp.steps))
     lines.append(("DFlash2, accepted of 7", draft.mean, draft.steps))
@@ -166,9 +164,9 @@ def main() -> None:
     options = parser.parse_args()
     shipped = Shipped.load(options.model, torch.device(options.device))
     sizes = [(options.rows, length) for length in options.lengths]
-    chats = [(16, 512), (8, 1024)]
+    chats = [(16, 256), (16, 512), (6, 1024)]
     if options.sample:
-        sizes, chats = [(2, 1024)], [(2, 512)]
+        sizes, chats = [(2, 1024)], [(2, 256)]
     print(f"{PARIS!r}: {shipped.reply(PARIS)!r}")
     for name, value, count in table(shipped, sizes, chats):
         target = TARGETS.get(name)

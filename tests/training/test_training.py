@@ -10,11 +10,10 @@ import pytest
 import torch
 from training.acceptance import Acceptance
 from training.dialogue import Dialogue, Weights, call_text, load_tokenizer
-from training.evaluate import PARIS, Shipped, acceptance, retrieval
+from training.evaluate import PARIS, RECORDS, TOOLS, Shipped, acceptance, ask
 from training.export import published, read_shards, restored, write_shards
 from training.kernels import kda_torch, sinkhorn_torch
 from training.layers import Rows
-from training.measure import Score
 from training.model import Target
 from training.rows import make
 from training.scenes import Mix, converse
@@ -164,11 +163,13 @@ def test_acceptance_walk() -> None:
 
 def test_sample_of_the_model_card(shipped: Shipped) -> None:
     assert shipped.reply(PARIS) == "Paris"
-    others = Score()
-    records = retrieval(shipped, 1024, 2, others)
+    records = ask(shipped, RECORDS, 2, 1024)
     assert records.asked["retrieval"] >= 20
     assert records.share("retrieval") >= 0.99
-    assert others.share("call") >= 0.95
+    tools = ask(shipped, TOOLS, 3, 512)
+    assert tools.asked["call"] >= 5
+    assert tools.share("call") >= 0.95
+    assert tools.share("answer") >= 0.95
     mtp, draft = acceptance(shipped, [(4, 256)])
     assert mtp.mean >= 1.5
     assert draft.mean >= 2.0
