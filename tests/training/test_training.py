@@ -20,8 +20,10 @@ from training.scenes import Mix, converse
 from training.shape import SMOKE, TINY
 
 import merestone
+from merestone.models.loader import load_model
 from merestone.serve.template import ChatTemplate
 from merestone.serve.text import Vocabulary
+from models.plain_loop import PlainLoop
 
 MODEL = Path(merestone.__file__).parent / "assets" / "merestone-tiny"
 TOKENIZER = MODEL / "tokenizer.json"
@@ -131,6 +133,18 @@ def test_shipped_model_equals_transformers(shipped: Shipped) -> None:
         theirs = reference(input_ids=ids[None]).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_shipped_model_equals_the_served_one(shipped: Shipped) -> None:
+    """The package's own arithmetic, in fp32, past the length at which attention becomes sparse."""
+    length = 320
+    ids = make(-6, 0, 1, length, TOKENIZER).ids[0, :length].astype(np.int64)
+    served = PlainLoop(load_model(MODEL, torch.float32)).logits(ids.tolist())
+    with torch.no_grad():
+        rows = shipped.rows(1, length)
+        hidden, _, _ = shipped.model(torch.from_numpy(ids), rows, torch.float32)
+        ours = shipped.model.logits(hidden)
+    torch.testing.assert_close(ours, served, atol=1e-3, rtol=0)
 
 
 def test_training_lowers_the_loss() -> None:
