@@ -117,6 +117,17 @@ def test_selected_positions(draw, device: str) -> None:
         assert torch.equal(hurt[1], out[1])
 
 
+@pytest.mark.usefixtures("ordered_dot", "short_spans")
+def test_half_precision_keys(draw, device: str) -> None:
+    """Weights are rounded to the keys' dtype alike in both forms."""
+    keys = paged([draw(70, DIM)], device, torch.float16)
+    q = draw(70, HEADS, DIM).half()
+    seen = list(range(1, 71))
+    out, _ = run(q, keys, [(0, 0, 70)], seen, split=False)
+    again, _ = run(q[40:], keys, [(0, i, 1) for i in range(30)], seen[40:], split=True)
+    assert torch.equal(again, out[40:])
+
+
 @pytest.mark.usefixtures("short_spans")
 def test_a_row_without_keys(draw, device: str) -> None:
     """A rank that holds none of a row's tokens contributes nothing to the merge."""
