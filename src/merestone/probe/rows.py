@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from merestone.probe import cases_load, cases_reuse, cases_wrong, chat, ladder
+from merestone.probe import cases_load, cases_reuse, cases_wrong, chat, ladder, records
 from merestone.probe.client import Refused
 from merestone.probe.context import DISTURBANCES, Probe
 from merestone.probe.reply import Broken, Unsupported
@@ -66,7 +66,8 @@ ROWS: list[tuple[str, str, ladder.Row]] = [
     ("replay-overturned", IDS, ladder.replay("overturned")),
 ]
 """(name, what the server must be able to do, the row). Case numbers are the names of rows; C17 is
-the ladder's disturbances, C43 is in C01, C27 in C20."""
+the ladder's disturbances, C43 is in C01, C27 in C20. Any model shows these; ``records.ROWS`` need
+one that answers."""
 
 _WHAT = {
     "ids": "prompts of token ids",
@@ -89,10 +90,11 @@ def select(names: Sequence[str]) -> list[tuple[str, str, ladder.Row]]:
     Raises:
         ValueError: there is no row of a name.
     """
-    known = {name for name, _, _ in ROWS}
+    rows = [*ROWS[:-1], *records.ROWS, ROWS[-1]]
+    known = {name for name, _, _ in rows}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no row named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    return [row for row in ROWS if not names or row[0] in {*names, "power"}]
+    return [row for row in rows if not names or row[0] in {*names, "power"}]
 
 
 async def run(
