@@ -275,6 +275,18 @@ def items(parts: Sequence[tuple[int, int, int]], heads: int, rows: int) -> Tenso
     return torch.tensor(found, dtype=torch.int32).reshape(-1, 3)
 
 
+def _check(q: Tensor, keys: Keys, tables: tuple[Tensor, ...]) -> None:
+    _, page, dim = keys.pages.shape
+    assert q.is_contiguous()
+    assert q.shape[2] == dim == keys.pages.stride(1), (q.shape, keys.pages.shape)
+    assert q.dtype == keys.pages.dtype, (q.dtype, keys.pages.dtype)
+    assert dim & (dim - 1) == page & (page - 1) == 0, (dim, page)
+    for table in (keys.tables, *tables):
+        assert table.dtype == torch.int32
+        assert table.is_contiguous()
+    aligned(q, keys.pages)
+
+
 def attend(
     q: Tensor,
     keys: Keys,
@@ -302,30 +314,17 @@ def attend(
         [N, H, L] in ``out_dtype`` (q's by default), and the log-sum-exps [N, H] fp32.
     """
     rows, heads, dim = q.shape
+    _check(q, keys, (work, seen) if selection is None else (work, seen, selection))
     page = keys.pages.shape[1]
-    assert q.is_contiguous()
-    assert q.dtype == keys.pages.dtype, (q.dtype, keys.pages.dtype)
-    assert keys.pages.stride(1) == dim == keys.pages.shape[2]
-    assert dim & (dim - 1) == page & (page - 1) == 0, (dim, page)
-    assert seen.dtype == work.dtype == keys.tables.dtype == torch.int32
-    assert keys.tables.is_contiguous()
-    assert work.is_contiguous()
-    assert selection is None or (selection.dtype == torch.int32 and selection.is_contiguous())
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    aligned(q, keys.pages, out)
     if rows == 0:
         return out, lse
     common = {
-        "WIDTH": 0 if selection is None else selection.shape[1],
-        "HEADS": heads,
-        "PAGE": page,
-        "DIM": dim,
-        "TILE": TILE,
-        "SPAN": SPAN,
-        "SELECTED": selection is not None,
+        "WIDTH": 0 if selection is None else selection.shape[1], "SELECTED": selection is not None,
+        "HEADS": heads, "PAGE": page, "DIM": dim, "TILE": TILE, "SPAN": SPAN,
         "enable_fp_fusion": False,
-    }
+    }  # fmt: skip
     inputs = (q, keys.pages, keys.tables, work, seen, seen if selection is None else selection)
     frame, entries = keys.pages.stride(0), keys.tables.shape[1]
     if not split:
