@@ -315,23 +315,22 @@ def attend(
     """
     rows, heads, dim = q.shape
     _check(q, keys, (work, seen) if selection is None else (work, seen, selection))
-    page = keys.pages.shape[1]
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
     common = {
         "WIDTH": 0 if selection is None else selection.shape[1], "SELECTED": selection is not None,
-        "HEADS": heads, "PAGE": page, "DIM": dim, "TILE": TILE, "SPAN": SPAN,
+        "HEADS": heads, "PAGE": keys.pages.shape[1], "DIM": dim, "TILE": TILE, "SPAN": SPAN,
         "enable_fp_fusion": False,
     }  # fmt: skip
     inputs = (q, keys.pages, keys.tables, work, seen, seen if selection is None else selection)
-    frame, entries = keys.pages.stride(0), keys.tables.shape[1]
+    strides = keys.pages.stride(0), keys.tables.shape[1]
     if not split:
         programs = min(_PROGRAMS, work.shape[0])
         sums = torch.empty(programs, _WIDE, dim, dtype=torch.float32, device=q.device)
         _whole[(programs,)](
-            *inputs, sums, out, lse, float(scale), work.shape[0], frame, entries,
+            *inputs, sums, out, lse, float(scale), work.shape[0], *strides,
             ROWS=_WIDE, PROGRAMS=_PROGRAMS, num_warps=8, num_stages=2, **common,
         )  # fmt: skip
         return out, lse
@@ -339,7 +338,7 @@ def attend(
     parts = torch.empty(rows * heads, spans, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows * heads, spans, 2, dtype=torch.float32, device=q.device)
     _split[(work.shape[0], spans)](
-        *inputs, parts, stats, float(scale), frame, entries, spans,
+        *inputs, parts, stats, float(scale), *strides, spans,
         ROWS=_NARROW, num_warps=4, num_stages=2, **common,
     )  # fmt: skip
     _merge[(rows * heads,)](
