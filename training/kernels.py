@@ -14,9 +14,8 @@ from torch import Tensor
 CHUNK = 64
 
 try:
-    import triton.language as tl
-
     import triton
+    import triton.language as tl
 
     HAS_TRITON = True
 except ImportError:  # a CPU needs neither

@@ -50,14 +50,14 @@ def all_pass(rows: dict[str, RowResult]) -> None:
 
 def test_every_row_passes(model: Path) -> None:
     names = {name for name, _, _ in ROWS} - {*CEILING, *TURNED}
-    rows = found(model, EngineOptions(threads=2, memory=256 << 20, poison=True), sorted(names))
+    rows = found(model, EngineOptions(threads=1, memory=256 << 20, poison=True), sorted(names))
     all_pass(rows)
     assert set(rows) == names
 
 
 def test_a_pool_turned_over(model: Path) -> None:
-    all_pass(found(model, EngineOptions(threads=2, memory=24 << 20, poison=True), TURNED))
+    all_pass(found(model, EngineOptions(threads=1, memory=24 << 20, poison=True), TURNED))
 
 
 def test_prompts_near_the_ceiling(model: Path) -> None:
-    all_pass(found(model, EngineOptions(threads=2, frames=320, poison=True), CEILING))
+    all_pass(found(model, EngineOptions(threads=1, frames=320, poison=True), CEILING))

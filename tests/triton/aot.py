@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import triton
 from launches import LAUNCHES
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
-
-import triton
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024

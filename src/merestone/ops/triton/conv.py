@@ -7,10 +7,10 @@ its bits follow from its own taps.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.elementwise import silu
 from merestone.ops.triton.launch import aligned, blocks
 from merestone.ops.triton.rows import Cells, Sequences

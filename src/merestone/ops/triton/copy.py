@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows, LoadHidden, Order, SaveHidden, check_disjoint
 from merestone.ops.triton.launch import aligned

@@ -5,9 +5,8 @@ Compiled without fused multiply-adds and without reassociation, a function gives
 result wherever it is inlined.
 """
 
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -13,10 +13,10 @@ in the order of K whatever the tile: seen on an H200 for bf16 tiles of 16x128x12
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.launch import aligned, blocks
 
 DEPTH = 128

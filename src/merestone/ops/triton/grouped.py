@@ -10,10 +10,10 @@ in fp32. So nothing depends on which other tokens chose the same expert. Definit
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.elementwise import sigmoid
 from merestone.ops.triton.gemm import Tile, linear, segment_sum
 from merestone.ops.triton.launch import aligned, blocks, power_of_two

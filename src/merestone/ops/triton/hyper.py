@@ -7,10 +7,10 @@ program a row, in registers. fp32 inside; rounded where the definition, `meresto
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.elementwise import rms_scale, sigmoid
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.launch import aligned, blocks, power_of_two

@@ -8,10 +8,10 @@ bits), so it cannot depend on anything but the scores. Ties go to the lowest poo
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
 from merestone.ops.triton.rows import Sequences
 

@@ -23,10 +23,10 @@ go row by row. Definition: `merestone.ops.naive.kda_recurrent`. Source: Kimi Lin
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.launch import aligned, blocks
 from merestone.ops.triton.rows import Cells, Sequences
 

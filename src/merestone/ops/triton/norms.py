@@ -7,10 +7,10 @@ within the same threads in the same order whichever of them it is. CPU counterpa
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from merestone.ops.triton.elementwise import gated, rms_scale, sigmoid, softplus
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
 
