@@ -195,8 +195,8 @@ ALLOWED = {
     "unsqueeze", "view", "zeros",
     # Integers, comparisons, exact values.
     "__and__", "__or__", "abs", "amax", "any", "bincount", "bitwise_not", "clamp", "clamp_",
-    "cumsum", "eq", "floor_divide", "ge", "gt", "isnan", "le", "lt", "masked_fill", "masked_fill_", "max", "min",
-    "neg", "nonzero", "remainder", "sort", "topk",
+    "cumsum", "eq", "floor_divide", "ge", "gt", "isnan", "le", "lt", "masked_fill",
+    "masked_fill_", "max", "min", "neg", "nonzero", "remainder", "sort", "topk",
     # Rounded once, elementwise.
     "add", "add_", "div", "div_", "exp", "exp_", "log1p_", "mul", "mul_", "reciprocal_",
     "rsub", "sqrt_", "sub",
