@@ -29,6 +29,7 @@ RECORD_TOKENS = 9
 """Of one record, with merestone-tiny's tokenizer; with others about as many."""
 
 _ANSWER_TOKENS = 64  # an answer ends itself; this is for models that ramble
+_FIRST_TOKENS = 24  # of the first question of all, which a model may not understand
 _KEYS = [f"{letter}{number}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" for number in range(1, 100)]
 _NAMES = ("Ada", "Felix", "Nora", "Hugo", "Clara", "Omar", "Rosa", "Theo")
 _QUESTIONS = (
@@ -173,6 +174,7 @@ async def _send(
     salt: str,
     template: dict[str, Any],
     tools: Sequence[Message] = (),
+    most: int = _ANSWER_TOKENS,
 ) -> Reply:
     """A chat request whose answer ends where the model ends it."""
     body: dict[str, Any] = {
@@ -186,7 +188,7 @@ async def _send(
     if template:
         body["chat_template_kwargs"] = template
     path = "/v1/chat/completions"
-    return await probe.server.generate(path, body, _ANSWER_TOKENS, salt, stream=False)
+    return await probe.server.generate(path, body, most, salt, stream=False)
 
 
 async def answering(probe: Probe) -> dict[str, Any]:
@@ -199,7 +201,7 @@ async def answering(probe: Probe) -> dict[str, Any]:
     key = table.spread(3)[-1]
     messages = [system(str(table)), user(_QUESTIONS[0].format(key))]
     for template in _TEMPLATES:
-        reply = await _send(probe, messages, probe.salt(), template)
+        reply = await _send(probe, messages, probe.salt(), template, most=_FIRST_TOKENS)
         wrong = says(table.values[key])(reply)
         if wrong is None:
             return template
@@ -218,7 +220,7 @@ async def instruction_branches(probe: Probe, check: Check) -> None:
             continue
         table, salt = Table.draw(size, number, probe.seed), probe.salt()
         end = await instruction_end(probe, [_instruction(table), user("?")])
-        for branch, key in enumerate(table.spread(probe.pick(3, 8))):
+        for branch, key in enumerate(table.spread(probe.pick(3, 5))):
             talk = Interview(probe, check, template, salt, [_instruction(table)])
             talk.kept = end if branch else 0
             what = f"instruction of {end} tokens"
