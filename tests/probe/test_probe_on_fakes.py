@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import typer
 from bench.serving import serving
-from fake_server import CONTEXT, VOCAB, FakeServer, Faults, create_app
 from typer.testing import CliRunner
 
 from merestone.probe.cli import probe as probe_command
@@ -17,6 +16,7 @@ from merestone.probe.client import Server
 from merestone.probe.discover import discover
 from merestone.probe.report import FAIL, PASS, UNSUPPORTED, RowResult
 from merestone.probe.rows import ROWS, run, select
+from probe.fake_server import CONTEXT, VOCAB, FakeServer, Faults, create_app
 
 
 def verdicts(server: FakeServer, *names: str) -> dict[str, RowResult]:
