@@ -100,15 +100,15 @@ class LocalEngine:
     def reset_cache(self) -> int:
         if self.broken is not None:
             raise CacheBusy(f"the engine has stopped: {self.broken}")
-        return self._ask(self.cache.reset)
+        return self.ask(self.cache.reset)
 
     def cache_view(self) -> list[dict[str, object]]:
-        return self._ask(
+        return self.ask(
             lambda: cache_view(self.cache, self.scheduler.step, self.ages, self.clock())
         )
 
     def stats(self) -> Stats:
-        return self._ask(lambda: engine_stats(self.cache, self.scheduler, self.counters))
+        return self.ask(lambda: engine_stats(self.cache, self.scheduler, self.counters))
 
     def health(self) -> dict[str, object]:
         alive = self.thread is not None and self.thread.is_alive()
@@ -148,7 +148,7 @@ class LocalEngine:
             self.wake.notify()
             return True
 
-    def _ask(self, question: Callable[[], Answer]) -> Answer:
+    def ask(self, question: Callable[[], Answer]) -> Answer:
         """Run a question between two steps, on the engine's thread."""
         if self.thread is None or not self.thread.is_alive():
             return question()

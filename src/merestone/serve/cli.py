@@ -19,6 +19,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -163,7 +164,10 @@ def serve(
 
 def _load(directory: Path, options: EngineOptions, shown: ServerOptions) -> Service:
     text = _or_failure(lambda: load_text(directory))
-    engine = _or_failure(lambda: build_engine(directory, options, shown.model))
+    # Loading computes, and OpenMP keeps a pool for each thread that does: one left behind by the
+    # main thread would compete with that of the engine's thread.
+    with ThreadPoolExecutor(1) as loader:
+        engine = _or_failure(loader.submit(build_engine, directory, options, shown.model).result)
     return Service(engine, text, shown)
 
 
