@@ -140,7 +140,7 @@ class Soak:
         """Memory, and the books with every live lease."""
         self.found.rss.append(psutil.Process().memory_info().rss)
         try:
-            await asyncio.to_thread(self.engine._ask, self._audit)
+            await asyncio.to_thread(self.engine.ask, self._audit)
         except AssertionError as error:
             self.found.errors.append(f"audit: {error}")
         self.found.audits += 1

@@ -19,6 +19,7 @@ from typing import Any
 from merestone.probe.chat import assistant, system, user
 from merestone.probe.context import Probe, require_cold
 from merestone.probe.conversation import Message, instruction_end
+from merestone.probe.ladder import Row
 from merestone.probe.reply import Reply, Unsupported
 from merestone.probe.report import Check
 
@@ -294,7 +295,7 @@ async def eight_at_once(probe: Probe, check: Check) -> None:
 
 
 _NEEDS = "ids tokens logprobs cached salt power chat"
-ROWS: list[tuple[str, str, Callable[[Probe, Check], Any]]] = [
+ROWS: list[tuple[str, str, Row]] = [
     ("records-instruction", f"{_NEEDS} render", instruction_branches),
     ("records-continuation", _NEEDS, continuations),
     ("records-tools", _NEEDS, tool_histories),
