@@ -112,6 +112,8 @@ class Reply:
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[TokenEvent] = field(default_factory=list)
     thinking_tokens: int = 0
+    opened: bool = False
+    """Whether a chunk has named the role."""
     end: Finished | None = None
 
     @classmethod
@@ -242,7 +244,9 @@ def _piece(
     """What a step adds to its choice; None if nothing that a client can see."""
     vocabulary = service.text.vocabulary
     delta = reply.add(step, call.prompt.forced)
-    if step.started:
+    # With the first token, not when the prompt begins: clients time the first chunk.
+    if not reply.opened and (delta or step.tokens or step.finished):
+        reply.opened = True
         delta = {"role": "assistant", "content": "", **delta}
     shown = bool(delta) or step.finished is not None
     out: dict[str, Any] = {
