@@ -1,4 +1,4 @@
-"""Without a CUDA device the kernels run under Triton's interpreter (chosen in tests/conftest.py)."""
+"""Kernels on a CUDA device, or else under Triton's interpreter (chosen in tests/conftest.py)."""
 
 import os
 from collections.abc import Callable
