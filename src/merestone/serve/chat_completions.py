@@ -229,7 +229,7 @@ async def chunks(service: Service, call: ChatCall, flight: Flight) -> AsyncItera
             if choice is None:
                 continue
             chunk = {**envelope, "choices": [choice]}
-            if step.started and step.choice == 0 and body.return_token_ids:
+            if "role" in choice["delta"] and step.choice == 0 and body.return_token_ids:
                 chunk["prompt_token_ids"] = list(call.request.tokens)
             if body.usage_at_end or body.usage_always:
                 chunk["usage"] = usage.report() if body.usage_always else None
