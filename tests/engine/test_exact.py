@@ -54,9 +54,9 @@ def test_replay_ladder(how: str, together: int) -> None:
                 if how != "pool turned over":
                     assert end.cache.restored == length
                     assert end.cache.kind == "prompt"
+            # `before` was taken behind the disturbance; only prefills still in flight may run.
             if how in ("quiet", "other prompt"):
-                assert real.segments == before + (how == "other prompt") * 0 or how != "quiet"
-                assert how != "quiet" or real.segments == before, "an exact hit ran a layer"
+                assert real.segments == before, "an exact hit ran a layer"
 
 
 @pytest.mark.parametrize("budget", [100, 2048])
@@ -200,12 +200,12 @@ def test_every_dtype_and_thread_count_is_exact_against_itself(dtype: str, thread
             assert reply.finished().completion_tokens == 5
             ids = reply.ids()
             events = [e for e in reply.events if hasattr(e, "token")]
-            wanted = real_cold(model, prompt, threads)
+            wanted = real_cold(model, prompt)
             assert ids == wanted[0]
             assert [e.logprob for e in events] == wanted[1]
 
 
-def real_cold(model, prompt, threads):
+def real_cold(model, prompt):
     """A cold run of an engine of its own, one request at a time."""
     alone = Real(model, frames=3000, token_budget=4096, max_running=1)
     reply = alone.ask(prompt, 5)
