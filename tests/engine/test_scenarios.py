@@ -345,6 +345,5 @@ def test_plans_and_results_survive_serialisation() -> None:
     assert len(h.device.plans) > 5
     for plan in h.device.plans:
         data = msgspec.msgpack.encode(plan)
-        assert msgspec.msgpack.encode(msgspec.msgpack.decode(data, type=dict)) == data
-        assert msgspec.json.decode(msgspec.json.encode(plan))["step"] == plan.step
+        assert msgspec.msgpack.decode(data, type=StepPlan) == plan
     assert StepPlan(step=1).empty

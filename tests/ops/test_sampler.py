@@ -1,8 +1,8 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from merestone.ops.sampler import greedy, gumbel, logprob, plain_greedy, process, sample, truncate

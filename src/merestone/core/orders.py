@@ -6,11 +6,10 @@ own part of a copy from the group's geometry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRows:
+class CopyRows(Struct, frozen=True, array_like=True, tag=True):
     """Copy-on-write: the first ``rows`` tokens of one page of ``group``, frame to frame.
 
     ``rows`` counts tokens of the (virtual) page, 1 <= rows <= page tokens; rows above stay
@@ -23,8 +22,7 @@ class CopyRows:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveHidden:
+class SaveHidden(Struct, frozen=True, array_like=True, tag=True):
     """Store the hidden row of position ``at - 1`` of ``slot`` in row ``row`` of frame ``frame``."""
 
     slot: int
@@ -33,8 +31,7 @@ class SaveHidden:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadHidden:
+class LoadHidden(Struct, frozen=True, array_like=True, tag=True):
     """Make a stored hidden row (of position ``at - 1``) the last hidden row of ``slot``."""
 
     slot: int
@@ -43,8 +40,7 @@ class LoadHidden:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class PageDelta:
+class PageDelta(Struct, frozen=True, array_like=True):
     """Entries ``first, first + 1, ...`` of the slot's page table of ``group`` become ``frames``."""
 
     group: str

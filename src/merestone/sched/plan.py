@@ -1,17 +1,17 @@
 """The plan of one step and its result: all that crosses between deciding and doing.
 
-Frozen, serialisable (msgspec) and free of torch: rank 0 makes a plan, every rank obeys it.
+Frozen, free of torch, plain integers only (no numpy scalars): msgspec sends a plan to the ranks,
+and every one of them obeys it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, array_like=True):
     """How the tokens of a request are chosen. ``temperature == 0`` is greedy.
 
     ``seed`` keys the noise with the choice number and the position. ``logprobs`` is the number of
@@ -33,8 +33,7 @@ class SamplingParams:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True, array_like=True):
     """A request takes a slot. ``tokens`` are all ids known so far, the first ``prompt`` of them
     the prompt (penalties distinguish the two). ``choice`` numbers the answers of one request.
     ``pages`` are the restored page tables."""
@@ -47,8 +46,7 @@ class Admit:
     pages: tuple[PageDelta, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True, array_like=True):
     """Rows [start, end) of one sequence; ``start == end`` with ``sample`` wants logits only.
 
     The recurrent layers start from the anchor at ``anchor`` tokens (no frames: the zero state) and
@@ -78,8 +76,7 @@ class Work:
     targets: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True, array_like=True):
     """One step. Launches run in this order: ``saves`` (of slots as they stand), ``frees``,
     ``admits``, ``before`` (restores and copy-on-write), works, ``after`` (boundary seals)."""
 
@@ -96,8 +93,7 @@ class StepPlan:
         return not (self.admits or self.saves or self.before or self.works or self.frees)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, array_like=True):
     """A token's log probability and the best alternatives, best first (ties: lowest id)."""
 
     token: int
@@ -106,8 +102,7 @@ class TokenLogprob:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkResult:
+class WorkResult(Struct, frozen=True, array_like=True):
     """What one work returned. ``token`` is None when nothing was sampled."""
 
     slot: int
@@ -116,8 +111,7 @@ class WorkResult:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True, array_like=True):
     """The result of a plan: one entry a work, in its order.
 
     ``bad_saves`` names the (frame, row) of saved hidden rows whose state was not finite, in
