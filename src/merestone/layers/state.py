@@ -6,7 +6,7 @@ not know how frames are shared or who owns them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -81,7 +81,8 @@ class Batch:
     """The rows of one step, sequence after sequence.
 
     ``tokens`` [N] and ``positions`` [N], int64. ``chunk`` is C. A model may cache index tensors
-    that all its layers share in ``scratch``, built once a step.
+    that all its layers share in ``scratch``, built once a step. It fills ``features`` [N, hidden]
+    for each layer of ``taps``: the residual after that layer (averaged, if it has streams).
     """
 
     tokens: Tensor
@@ -89,3 +90,5 @@ class Batch:
     segments: tuple[Segment, ...]
     chunk: int
     scratch: dict[str, object]
+    taps: tuple[int, ...] = ()
+    features: dict[int, Tensor] = field(default_factory=dict)

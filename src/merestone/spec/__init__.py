@@ -1,0 +1,1 @@
+"""Speculation: drafters, and which of their drafts are accepted."""
