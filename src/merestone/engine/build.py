@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from merestone.core.cache import Cache, CacheSpec
+from merestone.core.geometry import GroupSpec
 from merestone.device.arena import Arena
-from merestone.device.layout import Layout, plan_layout
+from merestone.device.layout import plan_layout
 from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
-from merestone.engine.engine import LocalEngine
+from merestone.engine.engine import Device, LocalEngine
 from merestone.models.interface import CHUNK, Model
 from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.sched.scheduler import Scheduler
@@ -48,6 +49,27 @@ class EngineOptions:
     page: int | None = None
     frames: int | None = None
     poison: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine must know of the device that runs its plans.
+
+    Plain values: they also travel here from the process of a rank. Lengths in tokens, ``notes``
+    are lines for the start-up log.
+    """
+
+    vocab_size: int
+    max_length: int
+    eos_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    frames: int
+    frame_bytes: int
+    groups: tuple[GroupSpec, ...]
+    anchor_frames: int
+    hidden_rows: int
+    notes: tuple[str, ...]
 
 
 def build_engine(directory: Path, options: EngineOptions, name: str | None = None) -> LocalEngine:
@@ -83,55 +105,74 @@ def default_threads(directory: Path, load_format: str = "auto") -> int:
 
 
 def assemble(model: Model, options: EngineOptions, name: str) -> LocalEngine:
-    """An engine around a loaded model."""
+    """An engine around a loaded model, in this process."""
+    runner, facts = build_rank(model, options)
+    return engine_over(runner, facts, options, name)
+
+
+def build_rank(model: Model, options: EngineOptions) -> tuple[Runner, Facts]:
+    """The doing side of one rank: layout, arena and runner around a loaded model."""
     info = model.info
-    hidden_bytes = info.hidden_size * info.dtype.itemsize
     layout = plan_layout(
         model.fields(),
-        hidden_bytes=hidden_bytes,
+        hidden_bytes=info.hidden_size * info.dtype.itemsize,
         chunk=CHUNK,
         page_multiple=info.page_multiple,
         full_page=options.page,
     )
     frames = options.frames or options.memory // layout.frame_bytes
-    spec = CacheSpec(
+    arena = Arena(layout, model.fields(), frames, hidden_dtype=info.dtype, poison=options.poison)
+    facts = Facts(
+        vocab_size=info.vocab_size,
+        max_length=info.max_length,
+        eos_ids=info.eos_ids,
+        dtype=str(info.dtype).removeprefix("torch."),
+        device="cpu",
         frames=frames,
         frame_bytes=layout.frame_bytes,
         groups=layout.groups,
-        chunk=CHUNK,
         anchor_frames=layout.anchor_frames,
         hidden_rows=layout.hidden_rows,
+        notes=tuple(layout.explain()),
+    )
+    return Runner(model, arena), facts
+
+
+def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str) -> LocalEngine:
+    """The deciding side: cache, scheduler and loop over whatever runs the plans.
+
+    Raises:
+        ValueError: the device's memory holds no request.
+    """
+    spec = CacheSpec(
+        frames=facts.frames,
+        frame_bytes=facts.frame_bytes,
+        groups=facts.groups,
+        chunk=CHUNK,
+        anchor_frames=facts.anchor_frames,
+        hidden_rows=facts.hidden_rows,
     )
     cache = Cache(spec)
     capacity = cache.capacity()
     if capacity < 2:
         raise ValueError(
-            f"memory of {frames} frames of {layout.frame_bytes:,} B holds no request at all: "
+            f"memory of {facts.frames} frames of {facts.frame_bytes:,} B holds no request at all: "
             f"one token takes {cache.frames_needed(1)} frames; raise --memory"
         )
-    limit = min(info.max_length, capacity)
-    for line in [*layout.explain(), f"pool {frames} frames, at most {limit:,} tokens a request"]:
+    limit = min(facts.max_length, capacity)
+    for line in [*facts.notes, f"pool {facts.frames} frames, at most {limit:,} tokens a request"]:
         log.info(line)
-    arena = Arena(layout, model.fields(), frames, hidden_dtype=info.dtype, poison=options.poison)
     scheduler = Scheduler(cache, slots=options.max_running, token_budget=options.token_budget)
-    return LocalEngine(
-        _info(model, options, layout, limit, name), cache, scheduler, Runner(model, arena)
-    )
-
-
-def _info(
-    model: Model, options: EngineOptions, layout: Layout, limit: int, name: str
-) -> EngineInfo:
-    info = model.info
     auto = options.retention == "auto"
-    return EngineInfo(
+    info = EngineInfo(
         model=name,
         context_limit=limit,
-        vocab_size=info.vocab_size,
-        eos_ids=info.eos_ids,
+        vocab_size=facts.vocab_size,
+        eos_ids=facts.eos_ids,
         retention="boundaries" if auto else options.retention,
         retention_reason="boundaries are exact on one CPU rank" if auto else "as asked for",
-        pages=tuple((group.name, group.page) for group in layout.groups),
-        dtype=str(info.dtype).removeprefix("torch."),
-        device="cpu",
+        pages=tuple((group.name, group.page) for group in facts.groups),
+        dtype=facts.dtype,
+        device=facts.device,
     )
+    return LocalEngine(info, cache, scheduler, device)
