@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from merestone.layers.spans import Group, Spans, spans
-from merestone.layers.state import Batch, Field, StateViews
+from merestone.layers.state import Batch, Field, Homes, StateViews
 from merestone.layers.weights import Weights
 from merestone.ops.attention import TILE, attend
 from merestone.ops.elementwise import layer_norm, rms_norm
@@ -21,6 +21,7 @@ from merestone.ops.gemm import bmm, linear
 from merestone.ops.index import choose, members, pool, pool_scores
 
 _INDEX_EPS = 1e-6
+_TARGET = Homes()
 # Rows of (token, head) in one dense block, and elements of what a sparse block gathers or scores.
 _BLOCK_ROWS = 256
 _BLOCK_ELEMENTS = 1 << 21
@@ -56,9 +57,12 @@ class MlaShape:
 class Indexer:
     """Chooses tokens. ``prefix`` ends in "indexer."."""
 
-    def __init__(self, shape: MlaShape, layer: int, prefix: str, weights: Weights) -> None:
+    def __init__(
+        self, shape: MlaShape, layer: int, prefix: str, weights: Weights, homes: Homes
+    ) -> None:
         self.shape = shape
         self.layer = layer
+        self.homes = homes
         heads, dim = shape.index_heads, shape.index_dim
         self._query = weights.take(f"{prefix}wq_b.weight", (heads * dim, shape.q_rank))
         inputs = ("wk.weight", "index_kpool_compress_gate", "weights_proj.weight")
@@ -71,11 +75,11 @@ class Indexer:
         self._positions = weights.fp32(f"{prefix}index_kpool_compress_ape", (shape.index_pool, dim))
 
     def fields(self) -> tuple[Field, ...]:
-        s, dtype = self.shape, self._query.dtype
+        s, homes, dtype = self.shape, self.homes, self._query.dtype
         return (
-            Field(self.layer, "pool", "full", (s.index_dim,), dtype, every=s.index_pool),
-            Field(self.layer, "kk", "open", (s.index_dim,), dtype),
-            Field(self.layer, "ga", "open", (s.index_dim,), dtype),
+            Field(self.layer, "pool", homes.rows, (s.index_dim,), dtype, every=s.index_pool),
+            Field(self.layer, "kk", homes.raw, (s.index_dim,), dtype),
+            Field(self.layer, "ga", homes.raw, (s.index_dim,), dtype),
         )
 
     def forward(self, x: Tensor, residual: Tensor, plan: Spans, state: StateViews) -> Tensor | None:
@@ -122,10 +126,17 @@ class MlaLayer:
     own index (``full`` False) uses the previous layer's choice."""
 
     def __init__(
-        self, shape: MlaShape, layer: int, prefix: str, full: bool, weights: Weights
+        self,
+        shape: MlaShape,
+        layer: int,
+        prefix: str,
+        full: bool,
+        weights: Weights,
+        homes: Homes = _TARGET,
     ) -> None:
         s = self.shape = shape
         self.layer = layer
+        self.homes = homes
         self._splits = [s.q_rank, s.kv_rank]
         self._inputs = weights.stack(
             (f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"),
@@ -141,10 +152,12 @@ class MlaLayer:
         self._absorb = both[:, : s.key_dim].contiguous()  # [H, key_dim, kv_rank]
         self._values = both[:, s.key_dim :].contiguous()  # [H, value_dim, kv_rank]
         self._out = weights.take(f"{prefix}o_proj.weight", (s.hidden, s.heads * s.value_dim))
-        self.indexer = Indexer(s, layer, f"{prefix}indexer.", weights) if full else None
+        self.indexer = Indexer(s, layer, f"{prefix}indexer.", weights, homes) if full else None
 
     def fields(self) -> tuple[Field, ...]:
-        latent = Field(self.layer, "latent", "full", (self.shape.kv_rank,), self._out.dtype)
+        latent = Field(
+            self.layer, "latent", self.homes.rows, (self.shape.kv_rank,), self._out.dtype
+        )
         return (latent, *(self.indexer.fields() if self.indexer else ()))
 
     def forward(
@@ -152,24 +165,38 @@ class MlaLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """[N, hidden] -> [N, hidden] and the tokens chosen; ``selection``: the previous layer's."""
         s = self.shape
-        plan = spans(batch, state, s.index_pool, s.dense_limit)
-        q, kv = torch.split(linear(x, self._inputs), self._splits, 1)
-        residual = rms_norm(q, self._q_norm, s.rms_eps)
+        plan = spans(batch, state, s.index_pool, s.dense_limit, self.homes)
+        residual, latent = self.inputs(x)
         pages = state.rows(self.layer, "latent")
-        plan.writes.write(pages, rms_norm(kv, self._kv_norm, s.rms_eps))
+        plan.writes.write(pages, latent)
         if self.indexer is not None:
             selection = self.indexer.forward(x, residual, plan, state)
-        query = linear(residual, self._query).float().view(-1, s.heads, s.key_dim)
-        query = bmm(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
+        query = self.queries(residual)
         mixed = torch.empty_like(query)  # [N, H, kv_rank]
         for group in plan.dense:
             attend_all(group, query, pages, s.key_dim**-0.5, mixed)
         for group in plan.sparse:
             assert selection is not None
             self._sparse(group, selection, query, pages, mixed)
+        return self.outputs(mixed), selection
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, hidden] -> what queries are made of, [N, q_rank], and the latents [N, kv_rank]."""
+        q, kv = torch.split(linear(x, self._inputs), self._splits, 1)
+        eps = self.shape.rms_eps
+        return rms_norm(q, self._q_norm, eps), rms_norm(kv, self._kv_norm, eps)
+
+    def queries(self, residual: Tensor) -> Tensor:
+        """[N, q_rank] -> [N, H, kv_rank] fp32: each head's query, seen through its keys."""
+        query = linear(residual, self._query).float().view(-1, self.shape.heads, self.shape.key_dim)
+        return bmm(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
+
+    def outputs(self, mixed: Tensor) -> Tensor:
+        """Mixed latents [N, H, kv_rank] fp32 -> [N, hidden]."""
         out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
-        out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)
-        return linear(out, self._out), selection
+        return linear(
+            out.transpose(0, 1).reshape(mixed.shape[0], -1).to(self._out.dtype), self._out
+        )
 
     def _sparse(
         self, group: Group, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor

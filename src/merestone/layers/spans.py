@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from merestone.layers.rows import Places, batch_rows, kept_rows, places
-from merestone.layers.state import Batch, Segment, StateViews
+from merestone.layers.state import Batch, Homes, Segment, StateViews
 
 # A segment with at most this many rows shares a group with others of its kind.
 _FEW = 8
@@ -94,45 +94,45 @@ def dense_spans(batch: Batch, state: StateViews) -> DenseSpans:
         ordered = sorted(batch.segments, key=lambda s: s.row)
         found = batch.scratch["dense_spans"] = DenseSpans(
             writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
-            groups=_groups([(s, s.start, s.end) for s in ordered], page),
+            groups=_groups([(s, s.start, s.end) for s in ordered], page, "full"),
         )
     assert isinstance(found, DenseSpans)
     return found
 
 
-def spans(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
+def spans(batch: Batch, state: StateViews, pool: int, limit: int, homes: Homes) -> Spans:
     """The step's spans, from ``batch.scratch`` or built. A row that sees at most ``limit`` tokens
-    is dense."""
+    is dense. All layers of a batch have the same ``homes``."""
     found = batch.scratch.get("spans")
     if found is None:
-        found = batch.scratch["spans"] = _build(batch, state, pool, limit)
+        found = batch.scratch["spans"] = _build(batch, state, pool, limit, homes)
     assert isinstance(found, Spans)
     return found
 
 
-def _build(batch: Batch, state: StateViews, pool: int, limit: int) -> Spans:
+def _build(batch: Batch, state: StateViews, pool: int, limit: int, homes: Homes) -> Spans:
     segments = batch.segments
-    page, open_page = state.page("full"), state.page("open")
+    page = state.page(homes.rows)
     assert batch.chunk % pool == page % pool == 0, (batch.chunk, page, pool)
     ordered = sorted(segments, key=lambda s: s.row)
     keep = kept_rows(ordered)
     dense = [(s, s.start, min(s.end, limit)) for s in ordered if s.start < limit]
     sparse = [(s, max(s.start, limit), s.end) for s in ordered if s.end > limit]
-    open_reads, members, pool_writes = _pools(ordered, pool, page, open_page)
+    open_reads, members, pool_writes = _pools(ordered, pool, state, homes)
     return Spans(
-        writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
+        writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], homes.rows, page),
         kept=batch_rows(keep),
-        open_writes=places(keep, "open", open_page),
+        open_writes=places(keep, homes.raw, state.page(homes.raw)),
         open_reads=open_reads,
         members=members,
         pool_writes=pool_writes,
-        dense=_groups(dense, page),
-        sparse=_groups(sparse, page),
+        dense=_groups(dense, page, homes.rows),
+        sparse=_groups(sparse, page, homes.rows),
     )
 
 
 def _pools(
-    segments: list[Segment], pool: int, page: int, open_page: int
+    segments: list[Segment], pool: int, state: StateViews, homes: Homes
 ) -> tuple[Places, Tensor, Places]:
     """The pools that the step completes: ``open_reads``, ``members``, ``pool_writes`` of Spans."""
     partial = [s.start % pool for s in segments]
@@ -149,20 +149,21 @@ def _pools(
     reads = [
         (s, torch.arange(s.start - old, s.start)) for s, old in zip(segments, partial, strict=True)
     ]
-    at = places(firsts, "full", page)
-    return places(reads, "open", open_page), torch.cat(members), Places(at.frames, at.rows // pool)
+    at = places(firsts, homes.rows, state.page(homes.rows))
+    old_rows = places(reads, homes.raw, state.page(homes.raw))
+    return old_rows, torch.cat(members), Places(at.frames, at.rows // pool)
 
 
-def _frames(parts: list[tuple[Segment, int]], page: int) -> Tensor:
-    """Frames of the full group that hold the segments' first rows, [segments, pages]; else 0."""
+def _frames(parts: list[tuple[Segment, int]], page: int, home: str) -> Tensor:
+    """Frames of ``home`` that hold the segments' first rows, [segments, pages]; else 0."""
     counts = [-(-end // page) for _, end in parts]
     frames = torch.zeros(len(parts), max(counts, default=0), dtype=torch.int64)
     for i, ((segment, _), count) in enumerate(zip(parts, counts, strict=True)):
-        frames[i, :count] = segment.pages["full"][:count]
+        frames[i, :count] = segment.pages[home][:count]
     return frames
 
 
-def _groups(parts: list[tuple[Segment, int, int]], page: int) -> tuple[Group, ...]:
+def _groups(parts: list[tuple[Segment, int, int]], page: int, home: str) -> tuple[Group, ...]:
     """Groups of (segment, first position, last position + 1)."""
     many = [[part] for part in parts if part[2] - part[1] > _FEW]
     # Neighbours in length share a group, so that little of its keys is padding.
@@ -179,7 +180,7 @@ def _groups(parts: list[tuple[Segment, int, int]], page: int) -> tuple[Group, ..
         even = all(last - first == width for _, first, last in bundle)
         groups.append(
             Group(
-                frames=_frames([(s, last) for s, _, last in bundle], page),
+                frames=_frames([(s, last) for s, _, last in bundle], page, home),
                 ends=torch.tensor([last for _, _, last in bundle]),
                 rows=at + shift[:, None],
                 seen=at + 1,

@@ -37,6 +37,15 @@ class Field:
         return count * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The groups of an attention layer: of its ``rows``, and of the ``raw`` index rows of which the
+    pools to come are made."""
+
+    rows: str = "full"
+    raw: str = "open"
+
+
 @dataclass(slots=True)
 class Segment:
     """One sequence's part of a step: rows [start, end), at batch rows [row, row + end - start).

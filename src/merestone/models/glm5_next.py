@@ -92,7 +92,12 @@ def _attention(
             f"layer {i} shares the previous layer's index selection, "
             "but the layer before it is not a latent attention layer"
         )
-    mla = MlaShape(
+    return MlaLayer(mla_shape(config), i, prefix, full, weights)
+
+
+def mla_shape(config: Glm5NextConfig) -> MlaShape:
+    """Of every latent attention layer, that of the MTP layer included."""
+    return MlaShape(
         hidden=config.hidden_size,
         heads=config.num_heads,
         q_rank=config.q_lora_rank,
@@ -105,7 +110,6 @@ def _attention(
         index_pool=config.index_kpool,
         rms_eps=config.rms_eps,
     )
-    return MlaLayer(mla, i, prefix, full, weights)
 
 
 def _mlp(config: Glm5NextConfig, i: int, prefix: str, weights: Weights) -> DenseMlp | MoeMlp:
@@ -113,6 +117,11 @@ def _mlp(config: Glm5NextConfig, i: int, prefix: str, weights: Weights) -> Dense
         return DenseMlp(
             config.hidden_size, config.intermediate_size, config.swiglu_limit, prefix, weights
         )
+    return moe(config, prefix, weights)
+
+
+def moe(config: Glm5NextConfig, prefix: str, weights: Weights) -> MoeMlp:
+    """A sparse feed-forward; ``prefix`` is its weights' name up to and with the last dot."""
     return MoeMlp(
         hidden=config.hidden_size,
         inner=config.moe_intermediate_size,
@@ -172,11 +181,17 @@ class Glm5Next:
     @torch.inference_mode()
     def forward(self, batch: Batch, state: StateViews) -> Tensor:
         """The batch's hidden rows after the final norm, [N, hidden_size] in the model's dtype."""
-        streams = self._embed[batch.tokens][:, None].expand(-1, self._config.hc_mult, -1)
+        streams = self.embed(batch.tokens)[:, None].expand(-1, self._config.hc_mult, -1)
         selection: Tensor | None = None
-        for layer in self._layers:
+        for i, layer in enumerate(self._layers):
             streams, selection = layer.forward(streams, batch, state, selection)
+            if i in batch.taps:
+                batch.features[i] = mean(streams)
         return rms_norm(mean(streams), self._norm, self._config.rms_eps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N] int64 -> [N, hidden_size] in the model's dtype."""
+        return self._embed[tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

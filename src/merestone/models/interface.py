@@ -38,7 +38,11 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, state: StateViews) -> Tensor:
         """Compute the batch's rows: read and write ``state``, return the hidden rows after the
-        final norm, [N, hidden_size] in the model's dtype."""
+        final norm, [N, hidden_size] in the model's dtype (and ``batch.features``)."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N] int64 -> [N, hidden_size] in the model's dtype: what the first layer is given."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -132,10 +132,16 @@ class KimiLinear:
     @torch.inference_mode()
     def forward(self, batch: Batch, state: StateViews) -> Tensor:
         """The batch's hidden rows after the final norm, [N, hidden_size] in the model's dtype."""
-        x = self._embed[batch.tokens]
-        for layer in self._layers:
+        x = self.embed(batch.tokens)
+        for i, layer in enumerate(self._layers):
             x = layer.forward(x, batch, state)
+            if i in batch.taps:
+                batch.features[i] = x
         return rms_norm(x, self._norm, self._eps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N] int64 -> [N, hidden_size] in the model's dtype."""
+        return self._embed[tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
