@@ -137,3 +137,15 @@ def test_the_real_server_from_start_to_signal(sent: signal.Signals) -> None:
         assert http.post("/cache/reset").json()["dropped"] > 0
         process.send_signal(sent)
         assert process.wait(30) == 0
+
+
+def test_explain_prints_the_gate_and_the_choice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = invoke(monkeypatch, capsys, "serve", "--explain", "--retention", "aligned:128")
+    assert code == 0
+    assert out.splitlines()[-1] == "retention aligned:128: as asked for"
+    assert "speculation dynamic" in out
+    code, _, err = invoke(monkeypatch, capsys, "serve", "--explain", "--retention", "aligned:100")
+    assert code == 2
+    assert "--retention aligned:100: 100 is not a multiple of 64 tokens" in err

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from merestone.core.cache import Cache, CacheSpec
+from merestone.core.gate import Setup, choose, table
 from merestone.core.geometry import GroupSpec
 from merestone.device.arena import Arena
 from merestone.device.layout import plan_layout
@@ -25,7 +26,6 @@ from merestone.sched.scheduler import Scheduler
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL_WEIGHTS = 256 << 20
-RETENTIONS = ("auto", "boundaries", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EngineOptions:
     ``dtype`` None takes the checkpoint's. ``load_format``: "auto" reads the directory's weights,
     "random" makes weights in memory, the same ones every time, for measurements at true sizes
     (the directory then needs config.json and a tokenizer only). ``page`` None chooses the page
-    size. ``frames`` overrides what ``memory`` would give.
+    size. ``frames`` overrides what ``memory`` would give. ``retention``: see ``core/gate.py``.
     """
 
     dtype: str | None = None
@@ -79,8 +79,7 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
         ValueError: an option that cannot be honoured, by name; a model that cannot be loaded.
         OSError: files that cannot be read.
     """
-    if options.retention not in RETENTIONS:
-        raise ValueError(f"retention {options.retention!r} is not one of {', '.join(RETENTIONS)}")
+    choose(gate_setup(options), CHUNK)
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.load_format not in LOAD_FORMATS:
@@ -91,6 +90,22 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = load_model(directory, dtype, options.max_model_len, options.load_format)
     return assemble(model, options, name or directory.name)
+
+
+def gate_setup(options: EngineOptions) -> Setup:
+    """What the retention gate must know of these options."""
+    return Setup(asked=options.retention)
+
+
+def retention_of(options: EngineOptions) -> tuple[str, str, list[tuple[str, str, str, bool]]]:
+    """What would be kept with these options, why, and the gate's table.
+
+    Raises:
+        ValueError: what was asked for does not exist or cannot be kept.
+    """
+    setup = gate_setup(options)
+    retention, reason = choose(setup, CHUNK)
+    return str(retention), reason, table(setup)
 
 
 def default_threads(directory: Path, load_format: str = "auto") -> int:
@@ -163,14 +178,14 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
     for line in [*facts.notes, f"pool {facts.frames} frames, at most {limit:,} tokens a request"]:
         log.info(line)
     scheduler = Scheduler(cache, slots=options.max_running, token_budget=options.token_budget)
-    auto = options.retention == "auto"
+    retention, reason = choose(gate_setup(options), CHUNK)
     info = EngineInfo(
         model=name,
         context_limit=limit,
         vocab_size=facts.vocab_size,
         eos_ids=facts.eos_ids,
-        retention="boundaries" if auto else options.retention,
-        retention_reason="boundaries are exact on one CPU rank" if auto else "as asked for",
+        retention=str(retention),
+        retention_reason=reason,
         pages=tuple((group.name, group.page) for group in facts.groups),
         dtype=facts.dtype,
         device=facts.device,

@@ -30,6 +30,7 @@ from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.models.tiny import ARCHITECTURES
 from merestone.probe.cli import probe
+from merestone.serve.explain import explain_retention
 from merestone.serve.server import AddressRefused, bind, run
 from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import load_text
@@ -59,6 +60,9 @@ ModelDir = Annotated[
 ]
 CacheTokens = Annotated[
     bool, typer.Option("--cache-tokens", help="GET /cache lists token ids, which are users' texts.")
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print what is kept here, and why; then end.")
 ]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from.")]
 BUNDLED = Path(__file__).parent.parent / "assets" / "merestone-tiny"
@@ -124,7 +128,8 @@ def serve(
     memory: Annotated[str, typer.Option(help="Size of the pool.")] = "512MiB",
     frames: Annotated[int | None, typer.Option(min=1, help="Instead of --memory.")] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
-    retention: Annotated[str, typer.Option(help="auto, boundaries or none.")] = "auto",
+    retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
+    explain: Explain = False,
     api_key: ApiKey = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
     cache_tokens: CacheTokens = False,
@@ -145,6 +150,9 @@ def serve(
         retention=retention,
         frames=frames,
     )
+    if explain:
+        _or_failure(lambda: explain_retention(console, options))
+        return
     try:
         listener = bind(host, port)
     except AddressRefused as error:
