@@ -90,12 +90,12 @@ def obstacles(setup: Setup) -> list[str]:
 def table(setup: Setup) -> list[tuple[str, str, str, bool]]:
     """The whole gate, a row a condition: (condition, what ``auto`` keeps, why, holds here)."""
     rows = []
-    for option, reasons, here in (
+    for option, reasons, chosen in (
         ("speculation", SPECULATION, setup.speculation),
         ("store", STORES, setup.store),
     ):
         for name, why in reasons.items():
-            rows.append((f"{option} {name}", _kept(why), why, name == here))
+            rows.append((f"{option} {name}", _kept(why), why, name == chosen))
     for tp, dcp in sorted(PROVEN_LAYOUTS):
         here = setup.proven and (tp, dcp) == (setup.tp, setup.dcp)
         rows.append((f"TP {tp}, DCP {dcp}", _kept(""), "", here))
