@@ -15,11 +15,12 @@ from merestone.layers.dense_mla import DenseMlaLayer, DenseMlaShape
 from merestone.layers.kda import KdaLayer, KdaShape
 from merestone.layers.mlp import DenseMlp, MoeMlp
 from merestone.layers.state import Batch, Field, StateViews
+from merestone.layers.vocabulary import Vocabulary
 from merestone.layers.weights import Source, Weights
 from merestone.models.interface import ModelInfo
 from merestone.models.kimi_config import KimiLinearConfig
 from merestone.ops.elementwise import rms_norm
-from merestone.ops.gemm import linear
+from merestone.parallel.world import SINGLE, World
 
 # The published code and transformers give this one norm its default, not rms_norm_eps.
 _LATENT_EPS = 1e-6
@@ -96,24 +97,30 @@ class KimiLinear:
         weights: by checkpoint name without "model." ("layers.0.self_attn.q_proj.weight"), or what
             makes them; every one is used, converted to ``dtype`` or, where the family says so, to
             fp32.
+        world: the rank whose share of the weights is taken.
 
     Raises:
         WeightError: a weight is missing, misshapen or left over.
     """
 
     def __init__(
-        self, config: KimiLinearConfig, weights: Mapping[str, Tensor] | Source, dtype: torch.dtype
+        self,
+        config: KimiLinearConfig,
+        weights: Mapping[str, Tensor] | Source,
+        dtype: torch.dtype,
+        world: World = SINGLE,
     ) -> None:
-        reader = Weights(weights, dtype)
+        reader = Weights(weights, dtype, world)
         self._eps = config.rms_eps
-        self._embed = reader.take("embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.vocabulary = Vocabulary(
+            config.vocab_size,
+            config.hidden_size,
+            "embed_tokens.weight",
+            None if config.tie_embeddings else "lm_head.weight",
+            reader,
+        )
         self._layers = [_Layer(config, i, reader) for i in range(config.num_layers)]
         self._norm = reader.take("norm.weight", (config.hidden_size,))
-        self._head = (
-            self._embed
-            if config.tie_embeddings
-            else reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-        )
         reader.finish()
         self.info = ModelInfo(
             family="kimi_linear",
@@ -141,9 +148,9 @@ class KimiLinear:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[N] int64 -> [N, hidden_size] in the model's dtype."""
-        return self._embed[tokens]
+        return self.vocabulary.embed(tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, hidden_size] -> [M, vocab_size] fp32."""
-        return linear(hidden, self._head).float()
+        return self.vocabulary.logits(hidden)

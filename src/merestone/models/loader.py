@@ -30,6 +30,7 @@ from merestone.models.interface import Model
 from merestone.models.kimi_config import KimiLinearConfig, read_kimi_config
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.random_weights import RandomWeights
+from merestone.parallel.world import SINGLE, World
 
 __all__ = [
     "LOAD_FORMATS",
@@ -58,6 +59,7 @@ def load_model(
     max_length: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    world: World = SINGLE,
 ) -> Model:
     """The model in ``directory``: config.json and model.safetensors, whole or in shards.
 
@@ -65,7 +67,7 @@ def load_model(
     computed in float32, which holds its values exactly. ``max_length`` shortens the model's own
     limit, in tokens. ``load_format`` "random" reads no weights: it makes every tensor that the
     model declares when the model takes it, from ``seed`` (with the slow decays of tiny models; in
-    bfloat16 if no dtype is named).
+    bfloat16 if no dtype is named). ``world``: the rank that loads its share.
 
     Raises:
         ConfigError: the configuration is incomplete or not supported.
@@ -93,7 +95,7 @@ def load_model(
     if dtype == torch.float16:
         dtype = torch.float32
     try:
-        return _build(config, weights, dtype)
+        return _build(config, weights, dtype, world)
     except WeightError as error:
         raise LoadError(f"{directory}: {error}") from None
     except ValueError as error:
@@ -110,7 +112,9 @@ def _stored(directory: Path, config: Config) -> tuple[Mapping[str, Tensor], torc
     return loaded.weights, torch.float32 if embedding is None else embedding.dtype
 
 
-def _build(config: Config, weights: Mapping[str, Tensor] | Source, dtype: torch.dtype) -> Model:
+def _build(
+    config: Config, weights: Mapping[str, Tensor] | Source, dtype: torch.dtype, world: World
+) -> Model:
     if isinstance(config, Glm5NextConfig):
-        return Glm5Next(config, weights, dtype)
-    return KimiLinear(config, weights, dtype)
+        return Glm5Next(config, weights, dtype, world)
+    return KimiLinear(config, weights, dtype, world)

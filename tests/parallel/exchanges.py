@@ -1,0 +1,72 @@
+"""What ranks do in the tests of collectives."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from merestone.parallel.group import SMALL, CollectiveError, in_rank_order
+from merestone.parallel.world import World
+
+COUNTS = (1, 3, 4, 1000, SMALL // 4, SMALL // 4 + 1, 3 * SMALL // 4 + 2)
+
+
+def of_rank(rank: int, count: int) -> Tensor:
+    """Numbers of very different size, so that another order of a sum gives other bits."""
+    source = torch.Generator().manual_seed(rank)
+    return torch.randn(count, generator=source) * 10.0 ** torch.randint(
+        -4, 5, (count,), generator=source
+    )
+
+
+def sums(world: World) -> None:
+    """One definition at every size, and an element's bits do not depend on its message."""
+    largest = max(COUNTS)
+    every = torch.stack([of_rank(rank, largest) for rank in range(world.tp)])
+    wanted = in_rank_order(every)
+    if world.tp > 2:
+        assert not torch.equal(wanted, in_rank_order(every.flip(0)))
+    for count in COUNTS:
+        mine = every[world.rank, :count].clone()
+        assert torch.equal(world.ranks.sum(mine), wanted[:count]), count
+        assert torch.equal(mine, every[world.rank, :count])
+    square = every[world.rank, :1000].view(10, 4, 25).transpose(0, 1)
+    assert torch.equal(world.ranks.sum(square), wanted[:1000].view(10, 4, 25).transpose(0, 1))
+
+
+def moves(world: World) -> None:
+    for group, first in (
+        (world.ranks, 0),
+        (world.neighbours, world.rank // world.dcp * world.dcp),
+    ):
+        names = torch.arange(first, first + group.size)
+        own = torch.full((2, 3), world.rank, dtype=torch.bfloat16)
+        gathered = group.gather(own)
+        assert gathered.dtype == torch.bfloat16
+        assert torch.equal(gathered[:, 1, 2].long(), names)
+        # Part j of rank i is 100 i + j.
+        parts = (100 * world.rank + names).view(-1, 1).expand(-1, 5)
+        got = group.exchange(parts)
+        assert torch.equal(got[:, 3], 100 * names + world.rank)
+
+
+def late(world: World, seconds: float) -> tuple[float, str]:
+    """Rank 1 is late; the others' wait, and what they were told."""
+    if world.rank == 1:
+        time.sleep(seconds)
+        return 0.0, ""
+    begin = time.monotonic()
+    try:
+        world.ranks.sum(torch.ones(2))
+    except CollectiveError as error:
+        return time.monotonic() - begin, str(error)
+    return 0.0, "nothing"
+
+
+def heads(world: World, count: int) -> int | str:
+    try:
+        return world.heads(count, "KDA")
+    except ValueError as error:
+        return str(error)
