@@ -48,6 +48,63 @@ class PageDelta(Struct, frozen=True, array_like=True):
     frames: tuple[int, ...]
 
 
+class Segment(Struct, frozen=True, array_like=True):
+    """One part of a checkpoint, as stores keep it, and where it lies in the arena.
+
+    ``address`` names its content. ``part`` is a group (of whose page the first ``index`` tokens
+    are meant), "anchor" (its ``index``-th frame) or "hidden" (row ``index`` of a slab).
+    """
+
+    address: str
+    part: str
+    frame: int
+    index: int
+
+
+class Export(Struct, frozen=True, array_like=True, tag=True):
+    """Copy segments out of their frames and write to a tier what it lacks of them. The step's
+    result, or a later one, reports under ``ticket``."""
+
+    ticket: int
+    tier: int
+    segments: tuple[Segment, ...]
+
+
+class Fetch(Struct, frozen=True, array_like=True, tag=True):
+    """Read segments from a tier into host memory, and keep them there under ``ticket``.
+
+    ``sums[rank]`` are the checksums that the segments of that rank must have.
+    """
+
+    ticket: int
+    tier: int
+    addresses: tuple[str, ...]
+    sums: tuple[tuple[bytes, ...], ...]
+
+
+class Import(Struct, frozen=True, array_like=True, tag=True):
+    """Write what was fetched under ``ticket`` into frames, which nothing else in the plan
+    touches. After the ``last`` slice it is not kept in host memory any more."""
+
+    ticket: int
+    segments: tuple[Segment, ...]
+    last: bool
+
+
+class Forget(Struct, frozen=True, array_like=True, tag=True):
+    """What was fetched under ``ticket``, or still is on its way, is not wanted any more."""
+
+    ticket: int
+
+
+class Erase(Struct, frozen=True, array_like=True, tag=True):
+    """Delete segments from a tier, behind all that was ordered of it before."""
+
+    tier: int
+    addresses: tuple[str, ...]
+
+
+StoreOrder = Export | Fetch | Import | Forget | Erase
 Order = CopyRows | SaveHidden | LoadHidden
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden
+from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden, StoreOrder
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
@@ -78,7 +78,9 @@ class Work(Struct, frozen=True, array_like=True):
 
 class StepPlan(Struct, frozen=True, array_like=True):
     """One step. Launches run in this order: ``saves`` (of slots as they stand), ``frees``,
-    ``admits``, ``before`` (restores and copy-on-write), works, ``after`` (boundary seals)."""
+    ``admits``, ``before`` (restores, copy-on-write), works, ``after`` (boundary seals), ``stores``
+    (copies of rows that no other order changes, and into frames that none reads). ``poll`` asks
+    for nothing but what stores have to report."""
 
     step: int
     saves: tuple[SaveHidden, ...] = ()
@@ -87,10 +89,20 @@ class StepPlan(Struct, frozen=True, array_like=True):
     before: tuple[CopyRows | LoadHidden, ...] = ()
     works: tuple[Work, ...] = ()
     after: tuple[SaveHidden, ...] = ()
+    stores: tuple[StoreOrder, ...] = ()
+    poll: bool = False
 
     @property
     def empty(self) -> bool:
-        return not (self.admits or self.saves or self.before or self.works or self.frees)
+        return not (
+            self.admits
+            or self.saves
+            or self.before
+            or self.works
+            or self.frees
+            or self.stores
+            or self.poll
+        )
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -111,14 +123,28 @@ class WorkResult(Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class StoreReport(Struct, frozen=True, array_like=True):
+    """What became of one store order on one rank: ``error`` is a word, empty if it is done.
+
+    ``sums`` are the checksums of an export's segments, in their order.
+    """
+
+    ticket: int
+    rank: int
+    error: str = ""
+    sums: tuple[bytes, ...] = ()
+
+
 class StepResult(Struct, frozen=True, array_like=True):
     """The result of a plan: one entry a work, in its order.
 
     ``bad_saves`` names the (frame, row) of saved hidden rows whose state was not finite, in
     ``saves`` or ``after``; ``bad_slots`` the slots whose logits or states were not finite.
+    ``reports``: what every rank's stores finished since the last result, and this plan's imports.
     """
 
     step: int
     works: tuple[WorkResult, ...] = ()
     bad_saves: tuple[tuple[int, int], ...] = ()
     bad_slots: tuple[int, ...] = ()
+    reports: tuple[StoreReport, ...] = ()
