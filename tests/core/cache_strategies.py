@@ -29,7 +29,8 @@ def group_specs(draw: st.DrawFn, chunk: int, name: str) -> GroupSpec:
     interleave = draw(st.sampled_from([n for n in (1, 2, 4) if page % n == 0]))
     window = draw(st.sampled_from([None, None, 1, 3, 6, 9]))
     lag = draw(st.sampled_from([0, 0, 1, 2]))
-    return GroupSpec(name, page, shard, interleave, lag, window, opens)
+    ahead = draw(st.sampled_from([0, 3])) if lag else 0
+    return GroupSpec(name, page, shard, interleave, lag, window, opens, ahead)
 
 
 @st.composite
@@ -38,4 +39,6 @@ def cache_specs(draw: st.DrawFn) -> CacheSpec:
     count = draw(st.integers(1, 4))
     groups = tuple(draw(group_specs(chunk, f"g{number}")) for number in range(count))
     frames = draw(st.integers(14, 90))
-    return CacheSpec(frames, 64, groups, chunk, draw(st.integers(0, 2)), draw(st.integers(1, 3)))
+    anchor_frames, hidden_rows = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    drafts = draw(st.sampled_from([0, 1, 3]))
+    return CacheSpec(frames, 64, groups, chunk, anchor_frames, hidden_rows, drafts)

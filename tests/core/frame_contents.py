@@ -51,7 +51,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Planned:
-    """One work of the plan: rows [start, end) of ``run``."""
+    """One work of the plan: rows [start, end) of ``run``, and ``drafts`` more of which the first
+    ``accepted`` turn out to be right."""
 
     run: Run
     start: int
@@ -59,6 +60,8 @@ class Planned:
     old_anchor: int
     old_anchor_frames: tuple[int, ...]
     extension: Extension
+    drafts: int
+    accepted: int
 
 
 class FrameContents:
@@ -80,16 +83,16 @@ class FrameContents:
             self.loads.append(run)
 
     def plan(
-        self, run: Run, end: int, anchor: int, now: int
+        self, run: Run, end: int, anchor: int, now: int, drafts: int = 0, accepted: int = 0
     ) -> tuple[Extension | None, OutOfFrames | None]:
         """Extend the lease and plan its work, or say why there is no room."""
         lease = run.lease
         old = lease.anchor, lease.anchor_frames
         try:
-            extension = self.cache.extend(lease, max(lease.rows, end), anchor, now)
+            extension = self.cache.extend(lease, max(lease.rows, end), anchor, now, drafts, drafts)
         except OutOfFrames as refusal:
             return None, refusal
-        self.works.append(Planned(run, run.done, end, *old, extension))
+        self.works.append(Planned(run, run.done, end, *old, extension, drafts, accepted))
         run.done = end
         return extension, None
 
@@ -116,6 +119,8 @@ class FrameContents:
             self._check_before(work, table)
         for work in self.works:
             self._write(work)
+            self.cache.commit(work.run.lease, work.run.lease.rows + work.accepted)
+            work.run.done = work.end + work.accepted
         for work, table in zip(self.works, old_tables, strict=True):
             # Whatever ran first: nobody wrote over what another work of this plan reads.
             self._check_before(work, table)
@@ -168,9 +173,11 @@ class FrameContents:
         run, lease = work.run, work.run.lease
         for group in self.cache.spec.groups:
             start = max(0, work.start - group.lag, group.floor(lease.anchor))
-            for row in range(start, work.end - group.lag):
+            known = work.end + work.accepted - group.lag
+            for row in range(start, group.reach(work.end, work.drafts, work.drafts)):
                 frame = run.table[group.name][row // group.span]
-                self.rows[frame, row % group.span] = self._tag(group, row, run.digest)
+                tag = self._tag(group, row, run.digest) if row < known else POISON
+                self.rows[frame, row % group.span] = tag
         for part, frame in enumerate(work.extension.advance_frames):
             self.rows[frame, 0] = ("anchor", part, run.digest[lease.anchor])
 

@@ -18,7 +18,7 @@ from merestone.core.checkpoint import Checkpoint, Kind, State
 
 EXAMPLES, STEPS = 450, 90
 SEEN: Counter[str] = Counter()
-EFFECTS = ("copies", "restored", "evicted", "no_room")
+EFFECTS = ("copies", "restored", "evicted", "no_room", "accepted")
 
 LIMIT = 48
 SMALL = st.integers(0, 63)
@@ -125,8 +125,8 @@ class CacheMachine(RuleBasedStateMachine):
         return self.runs[number % len(self.runs)] if self.runs else None
 
     @precondition(lambda self: self.runs)
-    @rule(number=SMALL, more=st.integers(0, 20), part=SMALL, planned=st.booleans())
-    def extend(self, number: int, more: int, part: int, planned: bool) -> None:
+    @rule(number=SMALL, more=st.integers(0, 20), part=SMALL, planned=st.booleans(), right=SMALL)
+    def extend(self, number: int, more: int, part: int, planned: bool, right: int = 0) -> None:
         """Rows for one more work, with any legal anchor; or nothing changes."""
         run = self.pick(number)
         if run is None or self.contents.busy(run):
@@ -138,7 +138,10 @@ class CacheMachine(RuleBasedStateMachine):
         anchor = choices[-1] if part % 3 else choices[part % len(choices)]
         old = (lease.rows, lease.anchor, lease.anchor_frames, dict(lease.pages), lease.retired[:])
         free = self.cache.free
-        extension, refusal = self.contents.plan(run, end, anchor, self.now)
+        drafts = self.cache.spec.drafts if lease.rows <= end and end + 6 < LIMIT else 0
+        accepted = right % (drafts + 1)
+        SEEN["accepted"] += accepted
+        extension, refusal = self.contents.plan(run, end, anchor, self.now, drafts, accepted)
         if refusal is not None:
             now = (lease.rows, lease.anchor, lease.anchor_frames, lease.pages, lease.retired)
             assert old == now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from cache_strategies import PROFILE, cache_specs
@@ -21,7 +22,7 @@ def test_a_lone_request_within_capacity_always_finds_room(spec: CacheSpec, data:
     """However it is cut into passes, whatever it seals, wherever it is restored."""
     asked = data.draw(st.integers(1, 60))
     needed = Cache(spec).frames_needed(asked)
-    cache = Cache(CacheSpec(needed, 64, spec.groups, spec.chunk, spec.anchor_frames, 1))
+    cache = Cache(replace(spec, frames=needed, hidden_rows=1))
     assert cache.capacity() >= asked
     lease = cache.lease("r", None, 0)
     now = 0
@@ -37,8 +38,13 @@ def test_a_lone_request_within_capacity_always_finds_room(spec: CacheSpec, data:
         decoding = rows - lease.anchor <= 2 * spec.chunk and rows - lease.rows < spec.chunk
         if decoding and data.draw(st.booleans()):
             anchor = lease.anchor
-        cache.extend(lease, rows, anchor, now)
+        # Only decoding verifies drafts, and no more than may still be wanted.
+        fit = rows - lease.rows <= 1 and decoding
+        drafts = min(spec.drafts, asked - rows) if fit else 0
+        cache.extend(lease, rows, anchor, now, drafts, spec.drafts)
         cache.settle(lease)
+        rows += data.draw(st.integers(0, drafts))
+        cache.commit(lease, rows)
         checkpoint = cache.seal(lease, tokens(asked), rows, Kind.PROMPT, now)
         if checkpoint is not None:
             cache.publish(checkpoint, now)

@@ -50,7 +50,8 @@ def _checkpoint(cache: Cache, checkpoint: Checkpoint) -> None:
     assert checkpoint.state in (State.SEALED, State.PUBLISHED), f"{name} is {checkpoint.state}"
     assert checkpoint.at > 0, f"{name} is empty"
     assert not (checkpoint.doomed and checkpoint.state is State.PUBLISHED), f"{name}: doomed"
-    assert checkpoint.anchor == checkpoint.at - checkpoint.at % spec.chunk, f"{name}: anchor"
+    assert checkpoint.anchor % spec.chunk == 0, f"{name}: anchor"
+    assert 0 <= checkpoint.at - checkpoint.anchor < spec.chunk + spec.drafts, f"{name}: anchor"
     _anchor(cache, name, checkpoint.anchor, checkpoint.anchor_frames)
     assert list(checkpoint.pages) == [group.name for group in spec.groups], f"{name}: groups"
     for group in spec.groups:
@@ -71,7 +72,10 @@ def _lease(cache: Cache, lease: Lease) -> None:
         begin, end = _needs(group, lease.rows, lease.anchor)
         first, frames = lease.pages[group.name]
         last = first + frames.size - 1
-        assert end < begin or first <= begin <= end == last, (
+        # Above what it needs there are the pages of drafts.
+        above = lease.rows + cache.spec.drafts + group.ahead - group.lag
+        top = max(end, (above - 1) // (group.page * group.shard))
+        assert end < begin or first <= begin <= end <= last <= top, (
             f"{name}: pages {first} to {last} of {group.name}, needs {begin} to {end}"
         )
         # It keeps what a boundary just above its anchor would need, and no page before.

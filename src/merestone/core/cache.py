@@ -14,49 +14,14 @@ import numpy as np
 
 from merestone.core.checkpoint import Checkpoint, Kind, Lease, Match, PageRun, Root, State
 from merestone.core.frames import FramePool, Frames, HiddenRows
-from merestone.core.geometry import GroupSpec, anchor_of
+from merestone.core.geometry import GroupSpec
 from merestone.core.index import Tokens
 from merestone.core.orders import CopyRows, PageDelta
-from merestone.core.policy import DEFAULT_COST, Cost
-from merestone.core.runs import Move, plan_move, run_at
+from merestone.core.runs import Move, plan_move, run_at, unwritten
 from merestone.core.shelf import Counters, OutOfFrames, Shelf, count
+from merestone.core.spec import CacheSpec
 
 __all__ = ["Cache", "CacheSpec", "Counters", "Extension", "Lease", "Match", "OutOfFrames"]
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """The arena and what lies in it.
-
-    ``frames`` of ``frame_bytes`` bytes; ``chunk`` tokens between possible anchors, each of
-    ``anchor_frames`` frames; ``hidden_rows`` saved hidden rows to a frame; ``cost`` of computing
-    what is not cached.
-
-    Raises:
-        ValueError: a page of an open group would straddle an anchor, or a size makes no sense.
-    """
-
-    frames: int
-    frame_bytes: int
-    groups: tuple[GroupSpec, ...]
-    chunk: int
-    anchor_frames: int
-    hidden_rows: int
-    cost: Cost = DEFAULT_COST
-
-    def __post_init__(self) -> None:
-        if min(self.frames, self.frame_bytes, self.chunk, self.hidden_rows) < 1:
-            raise ValueError("frames, frame_bytes, chunk and hidden_rows must be positive")
-        if self.anchor_frames < 0:
-            raise ValueError(f"an anchor of {self.anchor_frames} frames")
-        if len({group.name for group in self.groups}) < len(self.groups):
-            raise ValueError("two groups of one name")
-        for group in self.groups:
-            if group.open and self.chunk % group.span:
-                raise ValueError(
-                    f"group {group.name}: a page of {group.span} tokens straddles the anchors,"
-                    f" {self.chunk} tokens apart"
-                )
 
 
 @dataclass(frozen=True)
@@ -149,15 +114,18 @@ class Cache:
         count(self.counters.restored, origin.kind)
         return lease
 
-    def extend(self, lease: Lease, rows: int, anchor: int, now: int) -> Extension:
+    def extend(
+        self, lease: Lease, rows: int, anchor: int, now: int, drafts: int = 0, ahead: int = 0
+    ) -> Extension:
         """Give ``lease`` the pages of ``rows`` tokens and an anchor at ``anchor``.
 
-            0 ....... lease.anchor ....... lease.rows ....... anchor ....... rows
-            | shared or own pages         |     written by this step       |
+            0 ....... lease.anchor ....... lease.rows ....... anchor ....... rows ... + drafts
+            | shared or own pages         |     written by this step       | verified |
                                           ^ copy-on-write of this page, per group (lag)
 
-        What the lease gives up here it holds until ``settle``, so no frame is both read and
-        handed out again in one plan.
+        Drafts that turn out to be right are added by ``commit``. ``ahead``: tokens that the step
+        will propose, for groups that hold rows of them. What the lease gives up here it holds
+        until ``settle``, so no frame is both read and handed out again in one plan.
 
         Raises:
             OutOfFrames: no room; the lease is as before (evictions made may stay).
@@ -168,7 +136,8 @@ class Cache:
         assert anchor % self.spec.chunk == 0
         moves: list[tuple[GroupSpec, Move]] = []
         for group in self.spec.groups:
-            move = plan_move(group, lease, rows, anchor, self._owned(lease, group))
+            reach = group.reach(rows, drafts, ahead)
+            move = plan_move(group, lease, reach, anchor, self._appends(lease, group))
             if move is not None:
                 moves.append((group, move))
         needed = sum(move.end - move.changed for _, move in moves)
@@ -188,6 +157,12 @@ class Cache:
         if lease.origin is not None:
             self.shelf.touch(lease.origin, now)
         return Extension(tuple(copies), tuple(deltas), lease.anchor_frames if moved else ())
+
+    def commit(self, lease: Lease, rows: int) -> None:
+        """Drafts below ``rows`` tokens were accepted: what the step wrote there is for good."""
+        assert lease.live
+        assert lease.rows <= rows <= lease.rows + self.spec.drafts
+        lease.rows = rows
 
     def settle(self, lease: Lease) -> None:
         """The steps planned so far need not be waited for any more: drop what was retired.
@@ -307,33 +282,18 @@ class Cache:
         )
 
     def frames_needed(self, tokens: int, origin: Checkpoint | None = None) -> int:
-        """Frames that a request of ``tokens`` rows, alone, may need at most.
-
-        Its pages before and after a step, two anchors and a frame of hidden rows. From ``origin``:
-        besides what that holds. Without: wherever it starts, a restored origin's frames included.
-        """
-        chunk, start = self.spec.chunk, (origin.at, origin.anchor) if origin else None
-        anchors = min(2, tokens // chunk - (origin.anchor // chunk if origin else 0))
-        pages = sum(group.most_pages(tokens, chunk, start) for group in self.spec.groups)
-        return pages + max(0, anchors) * self.spec.anchor_frames + 1
+        """As ``CacheSpec.frames_needed``, from a checkpoint."""
+        return self.spec.frames_needed(tokens, (origin.at, origin.anchor) if origin else None)
 
     def capacity(self) -> int:
-        """The most tokens of a request that always finds room when it runs alone."""
-        low, high = 0, 1
-        while high < 2**31 and self.frames_needed(high) <= self.spec.frames:
-            low, high = high, 2 * high
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if self.frames_needed(middle) <= self.spec.frames:
-                low = middle
-            else:
-                high = middle
-        return low
+        """As ``CacheSpec.capacity``."""
+        return self.spec.capacity()
 
-    def _owned(self, lease: Lease, group: GroupSpec) -> bool:
-        """Whether ``lease`` is the appender of its last page of ``group``."""
-        frames = lease.pages[group.name][1]
-        return bool(frames.size) and bool(self.pool.appender[frames[-1]] == lease.id)
+    def _appends(self, lease: Lease, group: GroupSpec) -> bool:
+        """Whether ``lease`` is the appender of the page of its first unwritten row of ``group``."""
+        first, frames = lease.pages[group.name]
+        place = unwritten(group, lease) // group.span - first
+        return 0 <= place < frames.size and bool(self.pool.appender[frames[place]] == lease.id)
 
     def _apply(
         self,
@@ -374,7 +334,7 @@ class Cache:
             return "empty"
         if at > lease.rows:
             return "not_computed"
-        if anchor_of(at, self.spec.chunk) != lease.anchor:
+        if not 0 <= at - lease.anchor < self.spec.chunk + self.spec.drafts:
             return "anchor_elsewhere"
         if any(run_at(group, lease, at) is None for group in self.spec.groups):
             return "window_hole"

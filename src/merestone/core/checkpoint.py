@@ -46,6 +46,7 @@ class Checkpoint:
     """Everything needed to resume at ``at`` tokens.
 
     ``anchor`` is the anchor's token count, ``anchor_frames`` where it lies (none: the zero state).
+    It is the multiple of the chunk below ``at``, or one before it: accepted drafts ran ahead of it.
     ``pages`` covers, for each group, exactly the rows that ``GroupSpec.rows(at, anchor)`` names.
     ``hidden`` is (frame, row) of the saved hidden row of position ``at - 1``. ``leases`` and
     ``protected`` count holds against eviction; ``born`` and ``used`` are steps.
@@ -82,12 +83,13 @@ class Checkpoint:
 class Lease:
     """A running request's hold on pages and frames.
 
-    ``rows`` tokens are computed or planned, from the anchor at ``anchor`` on in ``pages``'s open
-    group. ``retired`` holds what the steps in flight still read, until they settle.
+    ``rows`` tokens are computed or planned for good, from the anchor at ``anchor`` on in
+    ``pages``'s open group; the pages of drafts lie above, and have nothing in them that counts.
+    ``retired`` holds what the steps in flight still read, until they settle.
 
         group          0 ........ floor(anchor) ...... rows - lag
-        full           |  pages, shared below the origin   |
-        window, open              |         pages          |
+        full           |  pages, shared below the origin   | drafts
+        window, open              |         pages          | drafts
     """
 
     id: int

@@ -16,7 +16,7 @@ class GroupSpec:
     are dealt (DCP) in runs of ``interleave`` tokens; a page then covers ``page * shard`` tokens.
     ``lag``: rows missing below a boundary (an MTP layer's row p needs token p + 1, so 1).
     ``window``: only the last ``window`` rows are ever read. ``open``: rows exist only since the
-    anchor.
+    anchor. ``ahead``: rows that draft passes may write above those of the step.
     """
 
     name: str
@@ -26,6 +26,7 @@ class GroupSpec:
     lag: int = 0
     window: int | None = None
     open: bool = False
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.page < 1 or self.page & (self.page - 1):
@@ -61,21 +62,29 @@ class GroupSpec:
             first = max(first, anchor - self.lag - self.window)
         return first
 
+    def reach(self, rows: int, drafts: int, ahead: int) -> int:
+        """Where the rows end that a step may write: it verifies ``drafts`` beyond its ``rows``
+        tokens, and then proposes ``ahead`` (0: none)."""
+        return max(0, rows + drafts - self.lag + min(self.ahead, ahead))
+
     def pages(self, first: int, last: int) -> tuple[int, int]:
         """Page numbers [begin, end) that hold rows [first, last)."""
         if first >= last:
             return first // self.span, first // self.span
         return first // self.span, -(-last // self.span)
 
-    def most_pages(self, tokens: int, chunk: int, origin: tuple[int, int] | None = None) -> int:
-        """The most frames that one request, alone, makes this group hold on its way to ``tokens``.
+    def most_pages(
+        self, tokens: int, chunk: int, origin: tuple[int, int] | None = None, drafts: int = 0
+    ) -> int:
+        """The most frames that one request, alone, makes this group hold on its way to ``tokens``,
+        with up to ``drafts`` rows under verification.
 
         ``origin``: (tokens, anchor) of a checkpoint to start from, whose own pages then do not
         count. Without it the answer also covers a start from any checkpoint inside the request:
         its pages stay beside the request's. Every step is settled before the next; a pass leaves
-        less than a chunk of open rows, decoding at most two.
+        less than a chunk of open rows (accepted drafts aside), decoding at most two.
         """
-        last = max(0, tokens - self.lag)
+        last = self.reach(tokens, drafts, self.ahead)
         end = -(-last // self.span)
         begin = max(0, origin[0] - self.lag) // self.span if origin else 0
         if origin and self.open:
@@ -86,10 +95,11 @@ class GroupSpec:
             most += 1
         if self.open:
             # What a step leaves behind and what it leaves: two chunks, and one of the origin's.
-            return min(most, (2 if origin else 3) * chunk // self.span)
+            kept = -(-(chunk + drafts) // self.span)
+            return min(most, (2 if origin else 3) * kept)
         if self.window is not None:
             # Windows before and after a step, each kept for a whole chunk of boundaries.
-            kept = -(-(self.window + chunk) // self.span) + 1
+            kept = -(-(self.window + chunk + 2 * drafts + self.ahead) // self.span) + 1
             theirs = 0 if origin else -(-self.window // self.span) + 1
             return min(most, 2 * kept + theirs)
         return most

@@ -23,13 +23,16 @@ class Move(NamedTuple):
     copied: int
 
 
-def plan_move(group: GroupSpec, lease: Lease, rows: int, anchor: int, owned: bool) -> Move | None:
-    """What it takes to hold ``rows`` tokens with an anchor at ``anchor``; None: the run stays.
+def plan_move(
+    group: GroupSpec, lease: Lease, reach: int, anchor: int, appender: bool
+) -> Move | None:
+    """What it takes to hold rows below ``reach`` with an anchor at ``anchor``; None: the run stays.
 
-    ``owned``: the lease is the appender of its last page. The first row to be written is decided
-    per group: with a lag it may fall into a page that is full for the other groups.
+    ``appender``: the lease is that of the page of the first row to be written, ``unwritten``. That
+    row is decided per group: with a lag it may fall into a page that is full for the other groups.
+    Pages that an earlier step held for drafts stay.
     """
-    span, lag = group.span, group.lag
+    span = group.span
     first, frames = lease.pages[group.name]
     floor = group.floor(anchor)
     begin = floor // span
@@ -39,15 +42,20 @@ def plan_move(group: GroupSpec, lease: Lease, rows: int, anchor: int, owned: boo
     elif begin < first:
         # A restored window starts at its boundary's, above the floor of its anchor.
         begin = first
-    present, last = max(0, lease.rows - lag), max(0, rows - lag)
-    end = max(begin, -(-last // span))
-    partial = present % span
-    if last > present and partial and begin < stop and not owned:
+    end = max(begin, -(-reach // span), stop if frames.size else 0)
+    written = unwritten(group, lease)
+    page, partial = divmod(written, span)
+    if reach > written and partial and begin <= page < stop and not appender:
         # If a long pass leaves no row of this page inside the window, there is nothing to copy.
-        return Move(begin, stop - 1, end, partial if present > floor else 0)
+        return Move(begin, page, end, partial if written > floor else 0)
     if end == stop and (begin == first or not frames.size):
         return None
     return Move(begin, max(begin, stop), end, 0)
+
+
+def unwritten(group: GroupSpec, lease: Lease) -> int:
+    """The first row of ``group`` that no step so far was sure to write for good."""
+    return max(0, lease.rows - group.lag)
 
 
 def run_at(group: GroupSpec, lease: Lease, at: int) -> PageRun | None:
