@@ -7,7 +7,7 @@ rotate it, and does not rotate it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from merestone.layers.state import Batch, Field, StateViews
 from merestone.layers.weights import Weights
 from merestone.ops.elementwise import rms_norm
 from merestone.ops.gemm import bmm, linear
+from merestone.parallel.products import summed_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +44,33 @@ class DenseMlaLayer:
     """One layer; ``prefix`` is its weights' name up to and with the last dot.
 
     The absorbed form: a head's query, seen through its key projection, meets the cached row as it
-    is. The shared part of a row is a key only; what it adds to the mix of rows is cut off.
+    is. The shared part of a row is a key only; what it adds to the mix of rows is cut off. Ranks
+    share the heads, as in :class:`merestone.layers.mla.MlaLayer`.
     """
 
     def __init__(self, shape: DenseMlaShape, layer: int, prefix: str, weights: Weights) -> None:
-        s = self.shape = shape
+        s = shape
+        self._world = weights.world
+        own = self._world.heads(s.heads, "latent attention")
+        self.shape = replace(s, heads=own)
         self.layer = layer
-        queries = s.heads * (s.key_dim + s.shared_dim)
-        self._splits = [queries, s.kv_rank, s.shared_dim]
+        query = s.key_dim + s.shared_dim
+        self._splits = [own * query, s.kv_rank, s.shared_dim]
         self._inputs = weights.stack(
             (f"{prefix}q_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"),
-            (queries, s.kv_rank + s.shared_dim),
+            (s.heads * query, s.kv_rank + s.shared_dim),
             s.hidden,
+            split=(True, False),
         )
         self._norm = weights.take(f"{prefix}kv_a_layernorm.weight", (s.kv_rank,))
         both = weights.fp32(
-            f"{prefix}kv_b_proj.weight", (s.heads * (s.key_dim + s.value_dim), s.kv_rank)
-        ).view(s.heads, -1, s.kv_rank)
+            f"{prefix}kv_b_proj.weight", (s.heads * (s.key_dim + s.value_dim), s.kv_rank), split=0
+        ).view(own, -1, s.kv_rank)
         self._absorb = both[:, : s.key_dim].contiguous()  # [H, key_dim, kv_rank]
         self._values = both[:, s.key_dim :].contiguous()  # [H, value_dim, kv_rank]
-        self._out = weights.take(f"{prefix}o_proj.weight", (s.hidden, s.heads * s.value_dim))
+        self._out = weights.take(
+            f"{prefix}o_proj.weight", (s.hidden, s.heads * s.value_dim), split=1
+        )
 
     def fields(self) -> tuple[Field, ...]:
         width = self.shape.kv_rank + self.shape.shared_dim
@@ -86,4 +94,4 @@ class DenseMlaLayer:
         mixed = mixed[:, :, : s.kv_rank].transpose(0, 1)
         out = bmm(mixed, self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)
-        return linear(out, self._out)
+        return summed_linear(out, self._out, self._world)

@@ -6,7 +6,7 @@ rows since it. Must not know who owns pages, nor checkpoint names (those come as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from merestone.layers.weights import Weights
 from merestone.ops.elementwise import l2_norm, rms, sigmoid, silu, softplus
 from merestone.ops.gemm import linear
 from merestone.ops.kda import kda_chunks
+from merestone.parallel.products import summed_linear
 
 _L2_EPS = 1e-6
 
@@ -40,29 +41,39 @@ class KdaShape:
 
 
 class KdaLayer:
-    """One layer; ``prefix`` is its weights' name up to and with the last dot."""
+    """One layer; ``prefix`` is its weights' name up to and with the last dot.
+
+    Ranks share the heads: projections, convolution, gates and state of a head are on one rank,
+    and the last product sums over the ranks. ``shape`` then counts this rank's heads.
+    """
 
     def __init__(self, shape: KdaShape, layer: int, prefix: str, weights: Weights) -> None:
-        self.shape = shape
+        self._world = weights.world
+        own = self._world.heads(shape.heads, "KDA")
+        self.shape = replace(shape, heads=own)
         self.layer = layer
         width, dim, hidden = shape.width, shape.dim, shape.hidden
         # One product for everything that reads the layer's input.
         inputs = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
-        self._splits = [3 * width, shape.heads, dim, dim]
+        self._splits = [3 * own * dim, own, dim, dim]
         self._inputs = weights.stack(
             tuple(f"{prefix}{name}.weight" for name in inputs),
             (width, width, width, shape.heads, dim, dim),
             hidden,
+            split=(True, True, True, True, False, False),
         )
-        self._decay = weights.take(f"{prefix}f_b_proj.weight", (width, dim))
-        self._gate = weights.take(f"{prefix}g_b_proj.weight", (width, dim))
-        self._out = weights.take(f"{prefix}o_proj.weight", (hidden, width))
+        self._decay = weights.take(f"{prefix}f_b_proj.weight", (width, dim), split=0)
+        self._gate = weights.take(f"{prefix}g_b_proj.weight", (width, dim), split=0)
+        self._out = weights.take(f"{prefix}o_proj.weight", (hidden, width), split=1)
         convs = [
-            weights.fp32(f"{prefix}{n}_conv1d.weight", (width, 1, shape.kernel)) for n in "qkv"
+            weights.fp32(f"{prefix}{n}_conv1d.weight", (width, 1, shape.kernel), split=0)
+            for n in "qkv"
         ]
         self._conv = torch.cat(convs)[:, 0].t().contiguous()  # [kernel, 3 width]
-        self._bias = weights.fp32(f"{prefix}dt_bias", (width,)).view(shape.heads, 1, dim)
-        self._rate = weights.fp32(f"{prefix}A_log", shape.rate_shape).exp().view(-1, 1, 1)
+        self._bias = weights.fp32(f"{prefix}dt_bias", (width,), split=0).view(own, 1, dim)
+        by_head = shape.rate_shape.index(shape.heads)
+        rate = weights.fp32(f"{prefix}A_log", shape.rate_shape, split=by_head)
+        self._rate = rate.exp().view(-1, 1, 1)
         self._norm = weights.fp32(f"{prefix}o_norm.weight", (dim,))
 
     def fields(self) -> tuple[Field, ...]:
@@ -98,7 +109,7 @@ class KdaLayer:
         out = out.transpose(1, 2).reshape(-1, s.heads, s.dim)[chunks.unpack]
         gates = sigmoid(linear(gate, self._gate).float().view(-1, s.heads, s.dim))
         out = (rms(out, s.rms_eps) * self._norm).mul_(gates)
-        return linear(out.to(x.dtype).view(-1, s.width), self._out)
+        return summed_linear(out.to(x.dtype).view(-1, s.width), self._out, self._world)
 
     def _table(self, name: str, new: Tensor, rows: ChunkRows, state: StateViews) -> Tensor:
         """The table of one open field, after writing its new rows to their pages."""

@@ -6,7 +6,7 @@ raw index rows of the open chunk. Must not know who owns pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from merestone.ops.attention import TILE, attend
 from merestone.ops.elementwise import layer_norm, rms_norm
 from merestone.ops.gemm import bmm, linear
 from merestone.ops.index import choose, members, pool, pool_scores
+from merestone.parallel.products import summed_linear
 
 _INDEX_EPS = 1e-6
 _TARGET = Homes()
@@ -123,7 +124,11 @@ class Indexer:
 
 class MlaLayer:
     """One layer; ``prefix`` is its weights' name up to and with the last dot. A layer without an
-    own index (``full`` False) uses the previous layer's choice."""
+    own index (``full`` False) uses the previous layer's choice.
+
+    Ranks share the heads; ``shape`` counts this rank's. Latents and the index belong to no head:
+    every rank computes them.
+    """
 
     def __init__(
         self,
@@ -134,7 +139,10 @@ class MlaLayer:
         weights: Weights,
         homes: Homes = _TARGET,
     ) -> None:
-        s = self.shape = shape
+        s = shape
+        self._world = weights.world
+        own = self._world.heads(s.heads, "latent attention")
+        self.shape = replace(s, heads=own)
         self.layer = layer
         self.homes = homes
         self._splits = [s.q_rank, s.kv_rank]
@@ -145,13 +153,17 @@ class MlaLayer:
         )
         self._q_norm = weights.take(f"{prefix}q_a_layernorm.weight", (s.q_rank,))
         self._kv_norm = weights.take(f"{prefix}kv_a_layernorm.weight", (s.kv_rank,))
-        self._query = weights.take(f"{prefix}q_b_proj.weight", (s.heads * s.key_dim, s.q_rank))
+        self._query = weights.take(
+            f"{prefix}q_b_proj.weight", (s.heads * s.key_dim, s.q_rank), split=0
+        )
         both = weights.fp32(
-            f"{prefix}kv_b_proj.weight", (s.heads * (s.key_dim + s.value_dim), s.kv_rank)
-        ).view(s.heads, -1, s.kv_rank)
+            f"{prefix}kv_b_proj.weight", (s.heads * (s.key_dim + s.value_dim), s.kv_rank), split=0
+        ).view(own, -1, s.kv_rank)
         self._absorb = both[:, : s.key_dim].contiguous()  # [H, key_dim, kv_rank]
         self._values = both[:, s.key_dim :].contiguous()  # [H, value_dim, kv_rank]
-        self._out = weights.take(f"{prefix}o_proj.weight", (s.hidden, s.heads * s.value_dim))
+        self._out = weights.take(
+            f"{prefix}o_proj.weight", (s.hidden, s.heads * s.value_dim), split=1
+        )
         self.indexer = Indexer(s, layer, f"{prefix}indexer.", weights, homes) if full else None
 
     def fields(self) -> tuple[Field, ...]:
@@ -194,9 +206,8 @@ class MlaLayer:
     def outputs(self, mixed: Tensor) -> Tensor:
         """Mixed latents [N, H, kv_rank] fp32 -> [N, hidden]."""
         out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
-        return linear(
-            out.transpose(0, 1).reshape(mixed.shape[0], -1).to(self._out.dtype), self._out
-        )
+        out = out.transpose(0, 1).reshape(mixed.shape[0], -1).to(self._out.dtype)
+        return summed_linear(out, self._out, self._world)
 
     def _sparse(
         self, group: Group, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor

@@ -1,4 +1,8 @@
-"""Feed-forward sublayers: dense, or a mixture of experts with shared ones. They keep no state."""
+"""Feed-forward sublayers: dense, or a mixture of experts with shared ones. They keep no state.
+
+Ranks share the inner width, of every expert alike: each token then costs every rank the same,
+whichever experts it chooses, and the last products sum over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,20 @@ class DenseMlp:
         names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
         gate, up, down = (f"{prefix}{name}.weight" for name in names)
-        self.gate_up = weights.stack((gate, up), (inner, inner), hidden)
-        self.down = weights.take(down, (hidden, inner))
+        self._world = weights.world
+        self.gate_up = weights.stack((gate, up), (inner, inner), hidden, split=(True, True))
+        self.down = weights.take(down, (hidden, inner), split=1)
         self._limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]."""
-        return feed_forward(x, self.gate_up, self.down, self._limit)
+        if self._world.tp == 1:
+            return feed_forward(x, self.gate_up, self.down, self._limit)
+        return self._world.ranks.sum(self.partial(x)).to(x.dtype)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> this rank's part of the sum, [N, hidden] fp32."""
+        return feed_forward(x, self.gate_up, self.down, self._limit, partial=True)
 
 
 class MoeMlp:
@@ -52,6 +63,7 @@ class MoeMlp:
         weights: Weights,
         names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
+        self._world = weights.world
         self._chosen = chosen
         self._normalise = normalise
         self._scaling = scaling
@@ -75,7 +87,8 @@ class MoeMlp:
         ids, shares = route(
             x, self._router, self._bias, self._chosen, self._normalise, self._scaling
         )
-        out = experts(x, ids, shares, self._gate_up, self._down, self._limit)
+        several = self._world.tp > 1
+        out = experts(x, ids, shares, self._gate_up, self._down, self._limit, partial=several)
         if self._shared is not None:
-            out = out + self._shared.forward(x)
-        return out.to(x.dtype)
+            out = out + (self._shared.partial(x) if several else self._shared.forward(x))
+        return self._world.ranks.sum(out).to(x.dtype)

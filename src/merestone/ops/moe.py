@@ -31,10 +31,16 @@ def route(
     return ids, weights * scaling
 
 
-def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor, limit: float | None) -> Tensor:
-    """Gated feed-forward: x [T, D], gate_up [2 I, D] (gate rows first), down [D, I] -> [T, D]."""
+def feed_forward(
+    x: Tensor, gate_up: Tensor, down: Tensor, limit: float | None, partial: bool = False
+) -> Tensor:
+    """Gated feed-forward: x [T, D], gate_up [2 I, D] (gate rows first), down [D, I] -> [T, D].
+
+    ``partial``: this is a part of the inner width, so the result is left in fp32, to be summed.
+    """
     gate, up = linear(x, gate_up).chunk(2, 1)
-    return linear(swiglu(gate, up, limit), down)
+    inner = swiglu(gate, up, limit)
+    return linear(inner.float(), down.float()) if partial else linear(inner, down)
 
 
 def experts(
@@ -44,18 +50,21 @@ def experts(
     gate_up: Sequence[Tensor],
     down: Sequence[Tensor],
     limit: float | None,
+    partial: bool = False,
 ) -> Tensor:
-    """The weighted sum of each token's experts: x [T, D], ids and weights [T, k] -> [T, D] fp32."""
+    """The weighted sum of each token's experts: x [T, D], ids and weights [T, k] -> [T, D] fp32.
+
+    ``partial`` as :func:`feed_forward` takes it."""
     k = ids.shape[1]
     flat = ids.flatten()
     order = flat.sort(stable=True).indices
     rows = x[order // k]
-    results = x.new_empty(rows.shape)
+    results = rows.new_empty(rows.shape, dtype=torch.float32 if partial else rows.dtype)
     done = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=len(down)).tolist()):
         if count:
             own = slice(done, done + count)
-            results[own] = feed_forward(rows[own], gate_up[expert], down[expert], limit)
+            results[own] = feed_forward(rows[own], gate_up[expert], down[expert], limit, partial)
             done += count
     sorted_back = torch.empty_like(results)
     sorted_back[order] = results

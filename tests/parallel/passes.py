@@ -1,0 +1,125 @@
+"""What ranks do in the tests of models: any schedule has the bits of one pass, in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from layers.schedules import cuts, in_company, in_parts, text, whole
+from merestone.models.config import Glm5NextConfig
+from merestone.models.glm5_next import Glm5Next
+from merestone.models.kimi_config import KimiLinearConfig
+from merestone.models.kimi_linear import KimiLinear
+from merestone.models.tiny_weights import draw
+from merestone.parallel.world import SINGLE, World
+
+# Four heads, and otherwise multiples of as little as the family allows.
+GLM = Glm5NextConfig(
+    vocab_size=322,
+    hidden_size=48,
+    num_layers=4,
+    layer_types=("kda", "mla", "kda", "mla"),
+    mlp_types=("dense", "moe", "moe", "moe"),
+    indexer_types=("full",) * 4,
+    intermediate_size=90,
+    moe_intermediate_size=30,
+    num_experts=5,
+    experts_per_token=2,
+    num_shared_experts=1,
+    routed_scaling=2.5,
+    norm_topk=True,
+    n_group=1,
+    topk_group=1,
+    num_heads=4,
+    q_lora_rank=40,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    v_head_dim=20,
+    index_heads=16,
+    index_head_dim=16,
+    index_topk=32,
+    index_kpool=4,
+    kda_heads=4,
+    kda_head_dim=16,
+    conv_kernel=4,
+    gate_lower_bound=-5.0,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    hc_eps=1e-6,
+    swiglu_limit=10.0,
+    rms_eps=1e-5,
+    max_length=4096,
+    eos_ids=(0,),
+    tie_embeddings=False,
+)
+KIMI = KimiLinearConfig(
+    vocab_size=322,
+    hidden_size=48,
+    num_layers=3,
+    layer_types=("kda", "mla", "mla"),
+    mlp_types=("dense", "moe", "moe"),
+    intermediate_size=90,
+    moe_intermediate_size=30,
+    num_experts=5,
+    experts_per_token=2,
+    num_shared_experts=1,
+    routed_scaling=2.446,
+    norm_topk=True,
+    num_heads=4,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+    kda_heads=4,
+    kda_head_dim=16,
+    conv_kernel=4,
+    rms_eps=1e-5,
+    max_length=4096,
+    eos_ids=(0,),
+    tie_embeddings=True,
+)
+CASES = {
+    "glm": (GLM, torch.float32),
+    "glm bf16": (GLM, torch.bfloat16),
+    "glm dense": (dataclasses.replace(GLM, index_topk=512), torch.float32),
+    "kimi": (KIMI, torch.float32),
+}
+
+
+@cache
+def weights(case: str) -> dict[str, Tensor]:
+    return dict(draw(CASES[case][0], 0))
+
+
+def build(case: str, world: World = SINGLE) -> Glm5Next | KimiLinear:
+    config, dtype = CASES[case]
+    if isinstance(config, Glm5NextConfig):
+        return Glm5Next(config, weights(case), dtype, world)
+    return KimiLinear(config, weights(case), dtype, world)
+
+
+def logits(world: World, case: str, count: int) -> tuple[Tensor, Tensor]:
+    """Hidden rows and logits of one pass over ``count`` tokens."""
+    model = build(case, world)
+    hidden = whole(model, text(count, 1))
+    return hidden, model.logits(hidden)
+
+
+def schedules(world: World, case: str) -> None:
+    """Splits, single tokens, changing batch mates and late anchors: one pass's bits."""
+    model = build(case, world)
+    ids = text(150, 1)
+    expected = whole(model, ids)
+    assert torch.isfinite(expected).all()
+    for seed, most in ((1, 70), (2, 20)):
+        assert torch.equal(in_parts(model, ids, cuts(150, most, seed), seed), expected)
+    single = [61, *[1] * 9, 80]
+    assert torch.equal(in_parts(model, ids, single, 1), expected)
+    texts = [text(n, 10 + n) for n in (1, 5, 64, 130)]
+    for own, got in zip(texts, in_company(model, texts), strict=True):
+        assert torch.equal(got, whole(model, own))
+    scores = model.logits(expected)
+    assert torch.equal(model.logits(expected[5:22]), scores[5:22])
