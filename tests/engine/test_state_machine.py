@@ -31,10 +31,12 @@ class EngineMachine(RuleBasedStateMachine):
         anchor_frames=st.integers(1, 3),
         slots=st.integers(1, 4),
         budget=st.integers(4, 40),
+        grid=st.sampled_from([0, 0, 1, 2]),
     )
-    def build(self, frames, chunk, page, open_page, anchor_frames, slots, budget):
+    def build(self, frames, chunk, page, open_page, anchor_frames, slots, budget, grid):
         spec = small_spec(frames, chunk, page, open_page, anchor_frames)
-        self.h = Harness(spec, slots=slots, budget=budget)
+        retention = f"aligned:{grid * chunk}" if grid else "boundaries"
+        self.h = Harness(spec, slots=slots, budget=budget, retention=retention)
         self.sent: dict[str, tuple[list[int], Callable[[int], list[int]], int, Reply]] = {}
         self.aborted: set[str] = set()
         self.failed = False
@@ -48,12 +50,15 @@ class EngineMachine(RuleBasedStateMachine):
         least=st.sampled_from([0, 0, 3]),
         scored=st.sampled_from([None, None, None, 0]),
         marks=st.lists(st.integers(1, 60), max_size=3),
+        ends=st.sampled_from([(), (3, 17, 31)]),
         n=st.sampled_from([1, 1, 1, 3]),
         cache=st.sampled_from([True, True, True, False]),
         salt=st.sampled_from(["", "", "x"]),
         priority=st.integers(0, 2),
     )
-    def send(self, head, cut, tail, outputs, stops, least, scored, marks, n, cache, salt, priority):
+    def send(
+        self, head, cut, tail, outputs, stops, least, scored, marks, ends, n, cache, salt, priority
+    ):
         limit = self.h.engine.info.context_limit
         tokens = (head[:cut] + tail)[: max(1, limit - outputs)]
         if len(tokens) + outputs > limit:
@@ -78,12 +83,16 @@ class EngineMachine(RuleBasedStateMachine):
             params=SamplingParams(min_tokens=least),
             prompt_logprobs=scored,
             boundaries=tuple((m, "mark") for m in marks),
+            ends=tuple((token, "reasoning") for token in ends),
         )
         self.sent[name] = (tokens, answer, n, reply)
 
     @rule(count=st.integers(1, 12))
     def step(self, count):
         self.h.step(count)
+        grid = self.h.engine.retention.grid
+        for checkpoint in self.h.cache.checkpoints():
+            assert not grid or checkpoint.at == checkpoint.anchor == checkpoint.at // grid * grid
         STEPS["count"] += count
 
     @rule(data=st.data())

@@ -25,7 +25,10 @@ class Kind(StrEnum):
 
     INSTRUCTION = "instruction"
     TURN = "turn"
+    TOOL = "tool"
+    MESSAGE = "message"
     PROMPT = "prompt"
+    REASONING = "reasoning"
     RESPONSE = "response"
     MARK = "mark"
     JUNCTION = "junction"

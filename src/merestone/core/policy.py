@@ -13,6 +13,9 @@ from merestone.core.checkpoint import Checkpoint, Kind
 _SPECIFIC = (
     Kind.INSTRUCTION,
     Kind.TURN,
+    Kind.TOOL,
+    Kind.MESSAGE,
+    Kind.REASONING,
     Kind.RESPONSE,
     Kind.MARK,
     Kind.JUNCTION,
@@ -53,13 +56,15 @@ def eviction_key(checkpoint: Checkpoint, above: int, size: float, cost: Cost) ->
 
 
 def boundaries_to_seal(
-    prompt: int, wanted: Sequence[tuple[int, Kind]]
+    prompt: int, wanted: Sequence[tuple[int, Kind]], grid: int = 0
 ) -> tuple[tuple[int, Kind], ...]:
     """The boundaries of a prompt of ``prompt`` tokens, ascending, one a token count.
 
     The prompt's end is always among them, as ``prompt``; elsewhere the more specific kind wins.
-    Those outside (0, prompt] are left out.
+    Those outside (0, prompt] are left out. With a ``grid``, its multiples are all there are.
     """
+    if grid:
+        return tuple((at, Kind.ALIGNED) for at in range(grid, prompt + 1, grid))
     chosen: dict[int, Kind] = {}
     for at, kind in sorted(wanted, key=lambda pair: _SPECIFIC.index(pair[1])):
         if 0 < at <= prompt:

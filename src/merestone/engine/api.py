@@ -43,8 +43,9 @@ class GenerateRequest:
     """One prompt and how to continue it, ``n`` times.
 
     ``max_tokens`` 0 computes (or restores) the prompt alone and finishes with "length"; None means
-    up to the context limit. ``boundaries`` are (token count, kind) with kind "instruction", "turn"
-    or "mark", ascending, each inside the prompt.
+    up to the context limit. ``boundaries`` are (token count, kind) with kind "instruction",
+    "message", "tool", "turn" or "mark", ascending, each inside the prompt; ``ends`` are (token id,
+    kind): a boundary lies behind each such token of an answer.
     ``salt`` separates caches. Without ``cache`` nothing is looked up and nothing is kept.
     ``stop_ids`` end a choice and are its last token. ``prompt_logprobs`` asks for the log
     probabilities of the prompt's tokens with that many alternatives. ``text`` makes one stream a
@@ -57,6 +58,7 @@ class GenerateRequest:
     max_tokens: int | None
     n: int = 1
     boundaries: tuple[tuple[int, str], ...] = ()
+    ends: tuple[tuple[int, str], ...] = ()
     salt: str = ""
     cache: bool = True
     priority: int = 0

@@ -49,7 +49,7 @@ def check(request: GenerateRequest, info: EngineInfo) -> None:
             raise EngineRefusal(
                 "invalid_token_id", f"token ids must lie in [0, {size}), not {token}"
             )
-    for at, kind in request.boundaries:
+    for at, kind in (*request.boundaries, *request.ends):
         if kind not in tuple(Kind):
             raise EngineRefusal("invalid_boundary", f"{kind!r} at {at} is no kind of boundary")
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from merestone.core.cache import Cache
 from merestone.core.checkpoint import Kind, Root
+from merestone.core.gate import parse
 from merestone.core.policy import boundaries_to_seal
 from merestone.engine.api import (
     CacheBusy,
@@ -70,6 +71,9 @@ class LocalEngine:
         self.requests: dict[str, list[Choice]] = {}
         self.private: set[Root] = set()
         self.counters: Counter[str] = Counter()
+        retention = parse(info.retention, cache.spec.chunk)
+        assert retention is not None, "the gate has not been asked"
+        self.retention = retention
         self.ages = Ages()
         self.arrivals = 0
         self.inbox: deque[Callable[[], None]] = deque()
@@ -261,7 +265,8 @@ class LocalEngine:
 
     def _add(self, request: GenerateRequest, sink: Sink) -> None:
         now = self.clock()
-        shared = request.cache and self.info.retention != "none"
+        shared = request.cache and self.retention.mode != "none"
+        grid = self.retention.grid
         root: Root = ("", request.salt) if shared else ("private", request.id)
         prompt = len(request.tokens)
         wanted = [(at, Kind(kind)) for at, kind in request.boundaries] if shared else []
@@ -279,13 +284,15 @@ class LocalEngine:
                 params=request.params,
                 max_tokens=limit if request.max_tokens is None else request.max_tokens,
                 stop_ids=frozenset(request.stop_ids),
-                boundaries=boundaries_to_seal(prompt, wanted),
+                boundaries=boundaries_to_seal(prompt, wanted, grid),
                 seals=shared or request.n > 1,
                 # A private root holds nothing but what the request itself left there.
                 matches=number > 0 or request.prompt_logprobs is None,
                 priority=request.priority,
                 arrival=self.arrivals,
                 prompt_logprobs=request.prompt_logprobs if number == 0 else None,
+                grid=grid,
+                ends={token: Kind(kind) for token, kind in request.ends},
             )
             text = request.text() if request.text else None
             choices.append(Choice(request, sequence, sink, text, now, shared))

@@ -5,12 +5,14 @@ Knows token ids and counts. Must not know frames' contents, text, clocks or devi
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from merestone.core.cache import Cache, Lease
+from merestone.core.cache import Cache, Lease, Match
 from merestone.core.checkpoint import Checkpoint, Kind, Root
 from merestone.sched.plan import SamplingParams, TokenLogprob
 
@@ -26,7 +28,8 @@ class Sequence:
 
     ``computed`` rows exist; ``known`` ids are final (prompt and accepted outputs). Decoding is the
     case ``known == computed + 1``; an exact hit starts at ``computed == known`` and needs logits
-    only. ``boundaries`` are where its prompt is sealed, ascending.
+    only. ``boundaries`` are where it is sealed, ascending: those of its prompt, and behind each
+    accepted output that is a key of ``ends``. With a ``grid`` they are its multiples instead.
     """
 
     id: str
@@ -46,6 +49,8 @@ class Sequence:
     priority: int
     arrival: int
     prompt_logprobs: int | None = None
+    grid: int = 0
+    ends: Mapping[int, Kind] = field(default_factory=dict)
 
     computed: int = 0
     slot: int = -1
@@ -87,6 +92,11 @@ class Sequence:
             self.buffer = np.resize(self.buffer, max(2 * len(self.buffer), 64))
         self.buffer[self.known] = token
         self.known += 1
+        kind = self.ends.get(token)
+        if self.grid:
+            kind = None if self.known % self.grid else Kind.ALIGNED
+        if kind is not None:
+            self.boundaries = (*self.boundaries, (self.known, kind))
 
     def stop_reason(self) -> tuple[str, int | None] | None:
         """("stop", id) or ("length", None) if the last accepted token ends the answer."""
@@ -123,11 +133,37 @@ class Sequence:
         origin = self.lease.origin
         return self.computed > (origin.at if origin else 0)
 
+    def admit(self, found: Match, chunk: int) -> None:
+        """Start from what was found. The first time, remember it for the report.
+
+        Where the tokens part from known ones, at least a chunk above any boundary, a junction is
+        planned: whoever parts there next finds it. Closer, it would save less than it costs.
+        """
+        origin = found.checkpoint
+        self.computed = origin.at if origin else 0
+        if not self.admitted:
+            self.admitted = True
+            self.matched, self.lost, self.restored = found.known, found.lost, self.computed
+            self.kind = str(origin.kind) if origin else None
+        if self.grid or found.known >= self.known:
+            return
+        place = bisect_right(self.boundaries, found.known, key=_at)
+        above = max(self.computed, self.boundaries[place - 1][0] if place else 0)
+        if found.known - above >= chunk:
+            junction = ((found.known, Kind.JUNCTION),)
+            self.boundaries = self.boundaries[:place] + junction + self.boundaries[place:]
+
     @property
-    def stops(self) -> tuple[int, ...]:
-        """Boundaries that a prefill pass must not overrun."""
-        return tuple(at for at, _ in self.boundaries) if self.seals else ()
+    def upcoming(self) -> tuple[tuple[int, Kind], ...]:
+        """Boundaries that it will still seal."""
+        if not self.seals:
+            return ()
+        return self.boundaries[bisect_right(self.boundaries, self.computed, key=_at) :]
 
     def planned(self) -> tuple[int, ...]:
-        """Boundaries that a running sequence will still seal."""
-        return tuple(at for at, _ in self.boundaries if at > self.computed)
+        """Token counts of those: a prefill pass must not overrun them."""
+        return tuple(at for at, _ in self.upcoming)
+
+
+def _at(boundary: tuple[int, Kind]) -> int:
+    return boundary[0]

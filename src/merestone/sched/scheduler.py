@@ -75,7 +75,7 @@ class Scheduler:
         """
         assert seq.lease is not None
         sealed = None
-        if seq.seals and seq.resumable:
+        if seq.seals and seq.resumable and not seq.grid:
             at = min(seq.computed, seq.known - 1) if kind is Kind.RESPONSE else seq.computed
             if at == seq.computed:
                 sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, self.step)
@@ -175,12 +175,7 @@ class Scheduler:
         self.waiting.remove(seq)
         seq.lease = self.cache.lease(seq.root, origin, flight.now)
         seq.slot = heappop(self.free_slots)
-        seq.computed = origin.at if origin else 0
-        if not seq.admitted:
-            seq.admitted = True
-            seq.matched, seq.lost = found.known, found.lost
-            seq.restored = seq.computed
-            seq.kind = str(origin.kind) if origin else None
+        seq.admit(found, self.chunk)
         self.running.append(seq)
         tokens = tuple(seq.tokens.tolist())
         pages = self.cache.deltas(seq.lease)
@@ -217,7 +212,7 @@ class Scheduler:
             if budget < 1:
                 return 0
             limit = min(end, start + budget)
-            end = pass_end(start, limit, seq.known, self.chunk, seq.stops)
+            end = pass_end(start, limit, seq.known, self.chunk, seq.planned())
         anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
         advance = max(anchor, anchor_of(end, self.chunk))
         extension = self._extend(flight, seq, end, advance)
@@ -247,7 +242,7 @@ class Scheduler:
     def _seal(self, flight: Flight, seq: Sequence, start: int, end: int) -> None:
         """Seal the boundaries inside the pass's last open chunk, by truncation."""
         assert seq.lease is not None
-        for at, kind in seq.boundaries if seq.seals else ():
+        for at, kind in seq.upcoming:
             if start < at <= end and anchor_of(at, self.chunk) == seq.lease.anchor:
                 sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, flight.now)
                 if sealed is not None:
@@ -288,7 +283,7 @@ class Scheduler:
         victim = max(worse, key=lambda s: (not s.resumable, s.rank))
         assert victim.lease is not None
         sealed = None
-        if (victim.seals or victim.matches) and victim.resumable:
+        if (victim.seals or victim.matches) and victim.resumable and not victim.grid:
             tokens, at = victim.tokens, victim.computed
             sealed = self.cache.seal(victim.lease, tokens, at, Kind.ALIGNED, flight.now)
         self._preempt(flight, victim, sealed)

@@ -1,0 +1,115 @@
+"""What is kept: the grid of aligned states, junctions, boundaries inside an answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.harness import Harness
+from fake_device import oracle, small_spec
+from merestone.core.checkpoint import Kind
+from merestone.core.policy import _SPECIFIC
+
+
+def stream(count: int, key: int) -> list[int]:
+    rng = random.Random(key)
+    return [key % 50] + [rng.randrange(50) for _ in range(count - 1)]
+
+
+def kept(h: Harness) -> list[tuple[int, str]]:
+    return sorted((c.at, str(c.kind)) for c in h.cache.checkpoints())
+
+
+# -- aligned:N ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [8, 13, 64])
+def test_aligned_states_lie_at_the_grid_in_prompt_and_answer(budget: int) -> None:
+    h = Harness(small_spec(frames=300), budget=budget, retention="aligned:16")
+    h.ask(stream(37, 1), 30, boundaries=((20, "mark"),))
+    assert kept(h) == [(16, "aligned"), (32, "aligned"), (48, "aligned"), (64, "aligned")]
+    for checkpoint in h.cache.checkpoints():
+        assert checkpoint.anchor == checkpoint.at
+        assert not checkpoint.pages["open"][1].size, "a state with a tail"
+
+
+def test_aligned_states_are_resumed_from() -> None:
+    h = Harness(small_spec(frames=300), retention="aligned:16")
+    prompt = stream(37, 1)
+    answer = h.ask(prompt, 30).ids()
+    assert h.ask(prompt, 4).restored == 32
+    assert h.ask([*prompt, *answer, 1, 2], 4).restored == 64
+    exact = h.ask(prompt[:32], 3)
+    assert (exact.restored, exact.finished().cache.kind) == (32, "aligned")
+
+
+def test_choices_meet_at_the_grid() -> None:
+    h = Harness(small_spec(frames=300), retention="aligned:8")
+    reply = h.send(stream(20, 1), 5, n=3, cache=False)
+    h.drain()
+    assert [reply.ids(c) for c in range(3)] == [oracle(stream(20, 1), 5, c) for c in range(3)]
+    assert sorted(reply.finished(c).cache.restored for c in range(3)) == [0, 16, 16]
+
+
+def test_aligned_leaves_no_state_off_the_grid_when_cut_off_or_preempted() -> None:
+    h = Harness(small_spec(frames=300), slots=1, budget=16, retention="aligned:16")
+    h.send(stream(60, 1), 5)
+    h.step(2)
+    first = h.send(stream(9, 2), 5, priority=-1)  # takes the slot
+    h.step(3)
+    h.engine.abort("r1")
+    h.drain()
+    assert first.ids() == oracle(stream(9, 2), 5)
+    assert kept(h)
+    assert all(at % 16 == 0 for at, _ in kept(h))
+
+
+# -- junctions ----------------------------------------------------------------------------------
+
+
+def test_the_first_divergence_seals_a_junction_and_the_next_one_hits() -> None:
+    h = Harness(small_spec(frames=300))
+    shared = stream(41, 1)
+    h.ask(shared + stream(20, 2), 4)
+    second = h.ask(shared + stream(20, 3), 4)
+    assert (second.restored, second.finished().cache.lost) == (0, "no_boundary")
+    assert (41, "junction") in kept(h)
+    third = h.ask(shared + stream(20, 4), 4)
+    assert (third.restored, third.finished().cache.kind) == (41, "junction")
+
+
+@pytest.mark.parametrize("distance", [7, 8])
+def test_no_junction_within_a_chunk_of_a_boundary(distance: int) -> None:
+    h = Harness(small_spec(frames=300))
+    shared = stream(41, 1)
+    boundary = ((41 - distance, "instruction"),)
+    for key in (2, 3):
+        h.ask(shared + stream(20, key), 4, boundaries=boundary)
+    assert ((41, "junction") in kept(h)) == (distance >= h.spec.chunk)
+
+
+def test_no_junction_where_the_prompt_only_goes_on() -> None:
+    h = Harness(small_spec(frames=300))
+    prompt = stream(41, 1)
+    h.ask(prompt, 9)
+    h.ask(prompt[:30], 4)  # known to its last token: its own end is a boundary
+    assert {kind for _, kind in kept(h)} == {"prompt", "response"}
+
+
+# -- inside an answer ---------------------------------------------------------------------------
+
+
+def test_a_boundary_behind_a_token_of_the_answer() -> None:
+    h = Harness(small_spec(frames=300))
+    prompt = stream(21, 1)
+    answer = oracle(prompt, 12)
+    end = answer.index(answer[4]) + 1
+    h.ask(prompt, 12, ends=((answer[4], "reasoning"),))
+    assert (21 + end, "reasoning") in kept(h)
+    again = h.ask([*prompt, *answer[:end], 1, 2], 3)
+    assert (again.restored, again.finished().cache.kind) == (21 + end, "reasoning")
+
+
+def test_kinds_are_those_that_the_policy_ranks() -> None:
+    assert set(_SPECIFIC) == set(Kind)
