@@ -13,12 +13,12 @@ import torch
 
 from merestone.core.cache import Cache, CacheSpec
 from merestone.core.gate import Setup, choose, table
-from merestone.core.geometry import GroupSpec
 from merestone.device.arena import Arena
 from merestone.device.layout import plan_layout
 from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
 from merestone.engine.engine import Device, LocalEngine
+from merestone.engine.facts import Facts
 from merestone.models.interface import CHUNK, Model
 from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.sched.scheduler import Scheduler
@@ -49,27 +49,6 @@ class EngineOptions:
     page: int | None = None
     frames: int | None = None
     poison: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What an engine must know of the device that runs its plans.
-
-    Plain values: they also travel here from the process of a rank. Lengths in tokens, ``notes``
-    are lines for the start-up log.
-    """
-
-    vocab_size: int
-    max_length: int
-    eos_ids: tuple[int, ...]
-    dtype: str
-    device: str
-    frames: int
-    frame_bytes: int
-    groups: tuple[GroupSpec, ...]
-    anchor_frames: int
-    hidden_rows: int
-    notes: tuple[str, ...]
 
 
 def build_engine(directory: Path, options: EngineOptions, name: str | None = None) -> LocalEngine:

@@ -30,6 +30,7 @@ from merestone.engine.api import (
 )
 from merestone.engine.choice import Choice, check
 from merestone.engine.report import Ages, cache_view, engine_stats
+from merestone.sched.loss import lose_device
 from merestone.sched.plan import StepPlan, StepResult
 from merestone.sched.request import Sequence
 from merestone.sched.scheduler import Outcome, Scheduler
@@ -41,10 +42,30 @@ log = logging.getLogger("merestone.engine")
 Answer = TypeVar("Answer")
 
 
+class DeviceLost(RuntimeError):
+    """The device, and whatever its memory held, is gone."""
+
+
 class Device(Protocol):
-    """Whatever obeys plans: the real runner, or a double in tests."""
+    """Whatever obeys plans: the real runner, all ranks together, or a double in tests.
+
+    A failed step raises, and the next one may succeed; after DeviceLost none does until whoever
+    made the device says so (`LocalEngine.device_back`).
+    """
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class Attendant(Protocol):
+    """Who keeps a device that can be lost: the ranks' processes."""
+
+    def report(self) -> dict[str, object]:
+        """For ``/health``."""
+        ...
+
+    def close(self) -> None:
+        """The engine has ended."""
+        ...
 
 
 class LocalEngine:
@@ -83,6 +104,9 @@ class LocalEngine:
         self.lost_in_a_row = 0
         self.stopping = False
         self.broken: str | None = None
+        self.down: str | None = None
+        """Why the device runs no plans for now."""
+        self.attendant: Attendant | None = None
         self.thread: threading.Thread | None = None
 
     # -- front: any thread ----------------------------------------------------------------------
@@ -116,17 +140,21 @@ class LocalEngine:
 
     def health(self) -> dict[str, object]:
         alive = self.thread is not None and self.thread.is_alive()
-        reason = self.broken or ("" if alive else "the engine is not running")
+        reason = self.broken or self.down or ("" if alive else "the engine is not running")
         if not reason and self.lost_in_a_row >= LOST_STEPS:
             reason = f"the last {self.lost_in_a_row} steps failed"
+        status = "failed" if reason else "ok"
+        if self.attendant is not None and (self.broken or self.down):
+            status = "lost" if self.broken else "restarting"
         return {
-            "status": "failed" if reason else "ok",
+            "status": status,
             "reason": reason,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "steps": self.scheduler.step,
             "retention": self.info.retention,
             "retention_reason": self.info.retention_reason,
+            **({} if self.attendant is None else self.attendant.report()),
         }
 
     def start(self) -> None:
@@ -142,6 +170,16 @@ class LocalEngine:
             self.thread.join()
         else:
             self._close()
+        if self.attendant is not None:
+            self.attendant.close()
+
+    def device_lost(self, reason: str, returns: bool) -> None:
+        """The device is gone; ``returns``: another one like it will come. Any thread may call."""
+        self._post(lambda: self._lose(reason, returns))
+
+    def device_back(self) -> None:
+        """A device as good as new takes plans from now on. Any thread may call."""
+        self._post(self._resume)
 
     def _post(self, action: Callable[[], None]) -> bool:
         """Hand an action to the engine's thread. False if that takes none any more."""
@@ -173,7 +211,7 @@ class LocalEngine:
     def _loop(self) -> None:
         while True:
             with self.wake:
-                while not (self.inbox or self.scheduler.busy or self.stopping):
+                while not (self.inbox or self._ready() or self.stopping):
                     self.wake.wait()
             try:
                 if not self.stopping:
@@ -205,12 +243,17 @@ class LocalEngine:
 
     def step(self) -> bool:
         """Plan, run and report one step. False if there was nothing to do."""
+        if self.down is not None:
+            return False
         plan = self.scheduler.plan()
         if plan.empty:
             self.scheduler.skip()
             return False
         try:
             result = self.device.run(plan)
+        except DeviceLost as error:
+            self.down = str(error)
+            outcomes = lose_device(self.scheduler, self.down)
         except Exception as error:
             log.exception("a step failed")
             self.counters["failed_steps"] += 1
@@ -223,6 +266,21 @@ class LocalEngine:
         if plan.saves or plan.after:
             self.ages.note(self.cache, self.clock())
         return True
+
+    def _ready(self) -> bool:
+        return self.scheduler.busy and self.down is None
+
+    def _lose(self, reason: str, returns: bool) -> None:
+        """What the device held is lost: so are running requests and every checkpoint."""
+        self.down = reason
+        self.counters["devices_lost"] += 1
+        self._report(lose_device(self.scheduler, reason))
+        if not returns:
+            self.broken = reason
+
+    def _resume(self) -> None:
+        self.down = None
+        self.lost_in_a_row = 0
 
     def _report(self, outcomes: list[Outcome]) -> None:
         now = self.clock()

@@ -1,0 +1,28 @@
+"""What the deciding side must know of the doing side. Plain values, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merestone.core.geometry import GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine must know of the device that runs its plans.
+
+    They also travel here from the process of a rank. Lengths in tokens; ``notes`` are lines for
+    the start-up log.
+    """
+
+    vocab_size: int
+    max_length: int
+    eos_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    frames: int
+    frame_bytes: int
+    groups: tuple[GroupSpec, ...]
+    anchor_frames: int
+    hidden_rows: int
+    notes: tuple[str, ...]

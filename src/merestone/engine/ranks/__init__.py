@@ -1,0 +1,1 @@
+"""Ranks as processes: one that decides, and one for every rank, which obeys its plans."""

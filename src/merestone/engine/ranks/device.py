@@ -1,0 +1,323 @@
+"""The ranks as one device: a plan goes out to all of them, their results come back as one.
+
+Knows messages, sessions and time-outs; no wait here is without a bound. Must not know tensors,
+requests or what a plan means. The ranks' processes hold all memory, and this process runs no
+collective: whatever a rank is stuck in, this side answers, ends the processes and may begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from merestone.engine.engine import DeviceLost
+from merestone.engine.facts import Facts
+from merestone.engine.ranks.launch import WORKER, Processes
+from merestone.engine.ranks.merge import RanksApart, different_facts, disagreement, merge
+from merestone.engine.ranks.messages import (
+    Done,
+    Failed,
+    FromRank,
+    Hello,
+    RankConfig,
+    RankOptions,
+    Ready,
+    Refused,
+    Run,
+    Stop,
+    ToRank,
+    Welcome,
+)
+from merestone.engine.ranks.watch import Watch
+from merestone.sched.plan import StepPlan, StepResult
+
+log = logging.getLogger("merestone.ranks")
+POLL_S = 0.05
+"""How long a loss may stay unnoticed by a waiting thread."""
+BEHIND_S = 5.0
+"""After one rank has failed in a step, the others get this long: they may wait for it for ever."""
+GRACE_S = 3.0
+
+
+class Ranks:
+    """Implements ``engine.Device`` over the processes of all ranks.
+
+    `start` makes the first session; ``listen`` names who hears of losses. One thread runs plans;
+    any may close.
+    """
+
+    def __init__(
+        self,
+        options: RankOptions,
+        directory: Path,
+        engine_options: bytes,
+        *,
+        command: Sequence[str] = WORKER,
+        log_level: str = "info",
+    ) -> None:
+        self.options = options
+        self.directory = directory
+        self.engine_options = msgspec.Raw(engine_options)
+        self.command = command
+        self.log_level = log_level
+        self.private = Path(tempfile.mkdtemp(prefix="merestone-"))
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.encoder = msgspec.msgpack.Encoder()
+        self.decoder = msgspec.msgpack.Decoder(FromRank)
+        self.socket: zmq.Socket[bytes] | None = None
+        self.processes: Processes | None = None
+        self.turn = threading.RLock()
+        """Held by whoever uses the socket or changes the session."""
+        self.facts: Facts | None = None
+        self.hosts: dict[int, str] = {}
+        self.sessions = 0
+        self.up = False
+        self.closed = False
+        self.anew: threading.Thread | None = None
+        self.on_lost: Callable[[str, bool], None] = _nobody
+        self.on_back: Callable[[], None] = _nobody
+        self.address = _address(options.master) if options.master else ""
+        pulse = f"tcp://{self.address}:*" if self.address else f"ipc://{self.private}/pulse"
+        self.watch = Watch(self.context, pulse, options.silence_s, self._lost)
+
+    def listen(self, on_lost: Callable[[str, bool], None], on_back: Callable[[], None]) -> None:
+        """``on_lost`` gets the reason and whether the ranks come back; both run on threads of
+        ours."""
+        self.on_lost, self.on_back = on_lost, on_back
+
+    # -- a session begins and ends --------------------------------------------------------------
+
+    def start(self) -> Facts:
+        """Start all ranks; returns when each of them is ready, and how they are built.
+
+        Raises:
+            ValueError: they differ, or the model or an option does not suit them; names the rank.
+            DeviceLost: a rank ended, fell silent or was not ready in time.
+        """
+        try:
+            return self._start()
+        except BaseException:
+            self._end_session(0.0)
+            raise
+
+    def _start(self) -> Facts:
+        options, until = self.options, time.monotonic() + self.options.start_s
+        session = secrets.token_hex(8)
+        with self.turn:
+            if self.closed:
+                raise DeviceLost("the engine has stopped")
+            self.sessions += 1
+            self.socket, endpoint = self._bind()
+            configs = [self._config(rank, endpoint) for rank in options.local]
+            self.processes = Processes(configs, self.command)
+            self.watch.begin(session, self.processes)
+        hellos: dict[int, Hello] = {}
+        while len(hellos) < options.tp:
+            reply = self._receive(until, "did not report", hellos)
+            if isinstance(reply, Hello):
+                hellos[reply.rank] = reply
+        if difference := disagreement(hellos):
+            self._send(Refused(difference))
+            raise ValueError(difference)
+        self.hosts = {rank: hello.host for rank, hello in sorted(hellos.items())}
+        self._send(Welcome(session, self.watch.endpoint, self._rendezvous()))
+        facts: dict[int, Facts] = {}
+        while len(facts) < options.tp:
+            reply = self._receive(until, "was not ready", facts)
+            if isinstance(reply, Failed):
+                text = reply.error if reply.refusal else f"rank {reply.rank}: {reply.error}"
+                raise (ValueError if reply.refusal else DeviceLost)(text)
+            if isinstance(reply, Ready):
+                facts[reply.rank] = reply.facts
+        if difference := different_facts(facts):
+            raise ValueError(difference)
+        if self.facts is not None and facts[0] != self.facts:
+            raise DeviceLost("the ranks came back built differently")
+        self.facts = facts[0]
+        self.up = True
+        return facts[0]
+
+    def _bind(self) -> tuple[zmq.Socket[bytes], str]:
+        """A socket for the plans of a session, and where ranks find it."""
+        endpoint = f"ipc://{self.private}/plans-{self.sessions}"
+        if self.options.master:
+            endpoint = f"tcp://{self.address}:{self.options.master.rpartition(':')[2]}"
+        until = time.monotonic() + GRACE_S
+        while True:
+            found = self.context.socket(zmq.ROUTER)
+            found.setsockopt(zmq.LINGER, 1000)
+            found.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            try:
+                found.bind(endpoint)
+                return found, endpoint
+            except zmq.ZMQError as error:
+                # The port of the session before is let go on a thread of the library.
+                found.close(linger=0)
+                if time.monotonic() > until:
+                    raise OSError(f"cannot listen on {endpoint}: {error}") from error
+                time.sleep(POLL_S)
+
+    def _config(self, rank: int, endpoint: str) -> RankConfig:
+        return RankConfig(
+            rank=rank,
+            local=rank - self.options.local[0],
+            ranks=self.options,
+            endpoint=endpoint,
+            directory=str(self.directory),
+            options=self.engine_options,
+            log_level=self.log_level,
+        )
+
+    def _rendezvous(self) -> str:
+        """Where the ranks' collectives meet: a file of this machine, or a free port of it."""
+        if not self.options.master:
+            return f"file://{self.private}/collectives-{self.sessions}"
+        with socket.create_server((self.address, 0)) as probe:
+            port = probe.getsockname()[1]
+        return f"tcp://{self.address}:{port}"
+
+    def _end_session(self, grace_s: float) -> None:
+        with self.turn:
+            self.up = False
+            self.watch.pause()
+            if self.processes is not None:
+                self.processes.end(grace_s)
+                self.processes = None
+            if self.socket is not None:
+                self.socket.close()
+                self.socket = None
+
+    def _lost(self, reason: str) -> None:
+        """On the watch's thread: nothing of this session can be used any more."""
+        returns = self.options.on_loss == "restart" and self.facts is not None
+        if self.processes is not None:
+            self.processes.end()
+        self.on_lost(reason, returns)
+        if returns:
+            self.anew = threading.Thread(target=self._begin_anew, name="merestone-anew")
+            self.anew.start()
+
+    def _begin_anew(self) -> None:
+        try:
+            self._end_session(0.0)
+            self.start()
+        except Exception as error:
+            text = f"the ranks could not be started again: {error}"
+            log.error("%s", text)
+            self.on_lost(text, False)
+        else:
+            log.info("the ranks are back, with an empty cache")
+            self.on_back()
+
+    def close(self) -> None:
+        """End all ranks, in order if they can."""
+        with self.turn:
+            if self.closed:
+                return
+            self.closed = True
+            in_order = self.up and self.watch.lost is None
+            self.watch.pause()
+            if in_order:
+                self._send(Stop())
+        if self.anew is not None:
+            self.anew.join()
+        self._end_session(GRACE_S if in_order else 0.0)
+        self.watch.close()
+        self.context.destroy(linger=0)
+        shutil.rmtree(self.private, ignore_errors=True)
+
+    # -- plans ----------------------------------------------------------------------------------
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Every rank obeys ``plan``; their replies are the barrier after it.
+
+        Raises:
+            StepFailed: a rank could not obey, and all can go on.
+            DeviceLost: a rank is lost, and with it whatever the ranks held.
+        """
+        with self.turn:
+            if self.watch.lost is not None or not self.up:
+                raise DeviceLost(self.watch.lost or "the ranks are being started again")
+            self._send(Run(plan))
+            replies: dict[int, Done | Failed] = {}
+            until = time.monotonic() + self.options.step_s
+            while len(replies) < self.options.tp:
+                reply = self._receive(until, f"did not finish step {plan.step}", replies)
+                if isinstance(reply, Done) and reply.result.step == plan.step:
+                    replies[reply.rank] = reply
+                elif isinstance(reply, Failed) and reply.step == plan.step:
+                    replies[reply.rank] = reply
+                    until = min(until, time.monotonic() + BEHIND_S)
+        try:
+            return merge(replies)
+        except RanksApart as error:
+            raise DeviceLost(self.watch.declare(str(error))) from error
+
+    def _send(self, message: ToRank) -> None:
+        """To all ranks, encoded once."""
+        assert self.socket is not None
+        data = self.encoder.encode(message)
+        for rank in range(self.options.tp):
+            self.socket.send_multipart([b"%d" % rank, data])
+
+    def _receive(self, until: float, failing: str, came: Collection[int]) -> FromRank:
+        """The next message of any rank.
+
+        Raises:
+            DeviceLost: a rank is lost, or ``until`` has passed: the first that has not come
+                ``failing`` in time.
+        """
+        assert self.socket is not None
+        while True:
+            # What a rank said before it ended counts: look at messages first.
+            if self.socket.poll(POLL_S * 1000):
+                return self.decoder.decode(self.socket.recv_multipart()[1])
+            if self.closed:
+                raise DeviceLost("the engine has stopped")
+            if self.watch.lost is not None:
+                raise DeviceLost(self.watch.lost)
+            if time.monotonic() > until:
+                late = min(set(range(self.options.tp)) - set(came))
+                raise DeviceLost(self.watch.declare(f"rank {late} {failing} in time"))
+
+    def report(self) -> dict[str, object]:
+        """For ``/health``: where the ranks run, and how long ago each was heard."""
+        heard = self.watch.ages()
+        return {
+            "tp": self.options.tp,
+            "dcp": self.options.dcp,
+            "sessions": self.sessions,
+            "ranks": [
+                {"rank": rank, "host": host, "heard_s_ago": heard.get(rank)}
+                for rank, host in self.hosts.items()
+            ],
+        }
+
+
+def _address(master: str) -> str:
+    """The address of HOST:PORT, as a number: a socket is bound to no name.
+
+    Raises:
+        ValueError: no such host.
+    """
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--master {master!r} is not HOST:PORT")
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ValueError(f"--master {master!r}: {error.strerror}") from error
+
+
+def _nobody(*_: object) -> None:
+    """Nobody listens yet."""

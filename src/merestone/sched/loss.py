@@ -1,0 +1,27 @@
+"""What is left to plan with when the device has lost its memory: the waiting requests.
+
+Knows the scheduler and the cache. Must not know why the device was lost.
+"""
+
+from __future__ import annotations
+
+from merestone.sched.flight import Flight
+from merestone.sched.scheduler import Outcome, Scheduler
+
+
+def lose_device(scheduler: Scheduler, error: str) -> list[Outcome]:
+    """End what runs, and forget every checkpoint: no frame holds what it did. May be repeated.
+
+    Requests that wait keep their places; they will match nothing.
+    """
+    cache = scheduler.cache
+    if scheduler.flight is None:  # lost between two steps
+        scheduler.flight = Flight(scheduler.step)
+    outcomes = scheduler.fail(error)
+    for _, _, sealed in scheduler.closing:
+        if sealed is not None:
+            cache.discard(sealed, "device_lost")
+    # A slot of a lost device needs no order to be free; the plan says so once, to whoever comes.
+    scheduler.closing = [(seq, slot, None) for seq, slot, _ in scheduler.closing]
+    cache.reset()
+    return outcomes
