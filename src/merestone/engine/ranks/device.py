@@ -42,7 +42,7 @@ from merestone.engine.ranks.watch import Watch
 from merestone.sched.plan import StepPlan, StepResult
 
 log = logging.getLogger("merestone.ranks")
-POLL_S = 0.05
+POLL_MS = 50
 """How long a loss may stay unnoticed by a waiting thread."""
 BEHIND_S = 5.0
 """After one rank has failed in a step, the others get this long: they may wait for it for ever."""
@@ -165,7 +165,7 @@ class Ranks:
                 found.close(linger=0)
                 if time.monotonic() > until:
                     raise OSError(f"cannot listen on {endpoint}: {error}") from error
-                time.sleep(POLL_S)
+                time.sleep(POLL_MS / 1000)
 
     def _config(self, rank: int, endpoint: str) -> RankConfig:
         return RankConfig(
@@ -250,14 +250,18 @@ class Ranks:
                 raise DeviceLost(self.watch.lost or "the ranks are being started again")
             self._send(Run(plan))
             replies: dict[int, Done | Failed] = {}
-            until = time.monotonic() + self.options.step_s
+            until, failing = (
+                time.monotonic() + self.options.step_s,
+                f"did not finish step {plan.step}",
+            )
             while len(replies) < self.options.tp:
-                reply = self._receive(until, f"did not finish step {plan.step}", replies)
+                reply = self._receive(until, failing, replies)
                 if isinstance(reply, Done) and reply.result.step == plan.step:
                     replies[reply.rank] = reply
                 elif isinstance(reply, Failed) and reply.step == plan.step:
                     replies[reply.rank] = reply
                     until = min(until, time.monotonic() + BEHIND_S)
+                    failing += f", in which rank {reply.rank} failed ({reply.error}),"
         try:
             return merge(replies)
         except RanksApart as error:
@@ -280,7 +284,7 @@ class Ranks:
         assert self.socket is not None
         while True:
             # What a rank said before it ended counts: look at messages first.
-            if self.socket.poll(POLL_S * 1000):
+            if self.socket.poll(POLL_MS):
                 return self.decoder.decode(self.socket.recv_multipart()[1])
             if self.closed:
                 raise DeviceLost("the engine has stopped")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -34,11 +35,9 @@ class Processes:
             )
             self.running[config.rank] = process
             assert process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):  # it has ended already: `dead` tells
                 process.stdin.write(msgspec.json.encode(config) + b"\n")
                 process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it has ended already: `dead` tells
 
     def dead(self) -> str | None:
         """What became of a rank that has ended; None while all live."""
@@ -61,10 +60,8 @@ class Processes:
         for process in ending:
             process.wait()
             assert process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):
                 process.stdin.close()
-            except BrokenPipeError:
-                pass
         self.running.clear()
 
 

@@ -135,7 +135,7 @@ class Channel:
     def receive(self, seconds: float | None = None) -> ToRank | None:
         """The next order; None when ``seconds`` are over. Without them it waits as long as the
         deciding process lives: a thread ends this process after that."""
-        if not self.socket.poll(None if seconds is None else seconds * 1000):
+        if not self.socket.poll(None if seconds is None else int(seconds * 1000)):
             return None
         return self.decoder.decode(self.socket.recv())
 
@@ -163,7 +163,7 @@ def _beat(config: RankConfig, welcome: Welcome) -> None:
         line.send(pulse)
         until = time.monotonic() + every
         while (left := until - time.monotonic()) > 0:
-            if line.poll(left * 1000):
+            if line.poll(int(left * 1000) + 1):
                 answer = msgspec.msgpack.decode(line.recv(), type=Pulse)
                 if answer.session != welcome.session:
                     _end("the deciding process has begun anew")

@@ -17,7 +17,7 @@ from merestone.engine.ranks.launch import Processes
 from merestone.engine.ranks.messages import Pulse
 
 log = logging.getLogger("merestone.ranks")
-TICK_S = 0.05
+TICK_MS = 50
 
 
 class Watch:
@@ -87,7 +87,7 @@ class Watch:
 
     def _loop(self) -> None:
         while not self._closing:
-            self.socket.poll(TICK_S * 1000)
+            self.socket.poll(TICK_MS)
             self._hear()
             with self.lock:
                 if not self._reported and self._lost is None:

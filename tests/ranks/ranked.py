@@ -1,0 +1,109 @@
+"""An engine over the processes of several ranks that run the device double."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from engine.harness import Reply
+from fake_device import VOCAB
+from merestone.core.audit import audit
+from merestone.core.cache import Cache
+from merestone.engine.api import EngineInfo, Finished, GenerateRequest
+from merestone.engine.engine import LocalEngine
+from merestone.engine.ranks.device import Ranks
+from merestone.engine.ranks.messages import RankOptions
+from merestone.sched.plan import SamplingParams
+from merestone.sched.scheduler import Scheduler
+from ranks.fake_rank import SPEC
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
+
+
+class Waiting(Reply):
+    """A reply that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def sink(self, events) -> None:
+        super().sink(events)
+        if any(isinstance(event, Finished) for event in events):
+            self.ended.set()
+
+    def wait(self, seconds: float = 30) -> Finished:
+        assert self.ended.wait(seconds), "a request hangs"
+        end = self.finished()
+        assert end is not None
+        return end
+
+
+class Ranked:
+    """Engine, ranks and faults; a context that starts and stops them."""
+
+    def __init__(self, directory: Path, tp: int = 2, start: bool = True, **options) -> None:
+        self.directory = directory
+        options = {"silence_s": 1.0, "step_s": 20.0, "start_s": 20.0, **options}
+        self.ranks = Ranks(RankOptions(tp=tp, **options), directory, b"{}", command=COMMAND)
+        self.count = 0
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        facts = self.ranks.start()
+        self.cache = Cache(SPEC)
+        self.scheduler = Scheduler(self.cache, slots=4, token_budget=32)
+        info = EngineInfo("fake", 400, VOCAB, (), "boundaries")
+        assert facts.frames == SPEC.frames
+        self.engine = LocalEngine(info, self.cache, self.scheduler, self.ranks)
+        self.engine.attendant = self.ranks
+        self.ranks.listen(self.engine.device_lost, self.engine.device_back)
+        self.engine.start()
+
+    def __enter__(self) -> Ranked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is None:
+            self.ranks.close()
+        else:
+            engine.stop()
+
+    def pids(self) -> dict[int, int]:
+        processes = self.ranks.processes
+        return {} if processes is None else {r: p.pid for r, p in processes.running.items()}
+
+    def strike(self, rank: int, fault: str) -> None:
+        """Order a fault, once the last answer's boundary is published and nothing runs."""
+        while "engine" in vars(self) and self.engine.ask(lambda: self.scheduler.busy):
+            time.sleep(0.005)
+        (self.directory / f"{rank}.{fault}").touch()
+
+    def send(self, tokens, max_tokens: int = 8, **options) -> Waiting:
+        self.count += 1
+        reply = Waiting()
+        request = GenerateRequest(
+            f"r{self.count}", tuple(tokens), SamplingParams(), max_tokens, **options
+        )
+        self.engine.submit(request, reply.sink)
+        return reply
+
+    def ask(self, tokens, max_tokens: int = 8, **options) -> Waiting:
+        reply = self.send(tokens, max_tokens, **options)
+        reply.wait()
+        return reply
+
+    def audit(self) -> None:
+        self.engine.ask(lambda: audit(self.cache, [seq.lease for seq in self.scheduler.running]))
+
+    def until(self, status: str, seconds: float = 10) -> dict[str, object]:
+        """Wait for a word of ``/health``."""
+        end = time.monotonic() + seconds
+        while (health := self.engine.health())["status"] != status:
+            assert time.monotonic() < end, health
+            time.sleep(0.01)
+        return health

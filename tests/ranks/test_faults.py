@@ -1,0 +1,206 @@
+"""Ranks that fail, die or freeze: every request ends, nothing poisoned is found, nobody is left.
+
+Real processes with the device double, so that a start takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fake_device import VOCAB, oracle
+from merestone.engine.engine import DeviceLost
+from ranks.ranked import Ranked
+
+PROMPT = [i % VOCAB for i in range(100)]
+BOUND_S = 6.0
+"""The longest that anything may take after a fault, with a silence of one second."""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs (one that has ended, but was not waited for, does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_ranks_obey_the_plans_of_one_engine(tmp_path: Path) -> None:
+    with Ranked(tmp_path, tp=4) as r:
+        first = r.ask(PROMPT)
+        assert first.ids() == oracle(PROMPT, 8)
+        assert r.ask(PROMPT).restored == len(PROMPT)
+        longer = [*PROMPT, *first.ids(), 1, 2]
+        assert r.ask(longer).restored == len(PROMPT) + 7
+        many = [r.send([k, *PROMPT], 12) for k in range(8)]
+        for k, reply in enumerate(many):
+            reply.wait()
+            assert reply.ids() == oracle([k, *PROMPT], 12)
+        health = r.engine.health()
+        assert (health["status"], health["tp"]) == ("ok", 4)
+        pids = list(r.pids().values())
+    assert gone(pids, 0)
+
+
+@pytest.mark.parametrize("fault", ["fail", "fail-in-seal"])
+def test_a_step_that_fails_on_one_rank_fails_on_all(tmp_path: Path, fault: str) -> None:
+    with Ranked(tmp_path) as r:
+        r.ask([1, *PROMPT])
+        r.strike(1, fault)
+        end = r.ask(PROMPT).wait()
+        assert end.reason == "error"
+        assert end.error is not None
+        assert end.error.startswith("a step failed: StepFailed: rank 1: RuntimeError: injected")
+        r.audit()
+        again = r.ask(PROMPT)
+        assert (again.restored, again.ids()) == (0, oracle(PROMPT, 8))
+        kept = r.ask([1, *PROMPT])
+        assert (kept.restored, kept.ids()) == (101, oracle([1, *PROMPT], 8))
+        assert r.engine.health()["sessions"] == 1
+
+
+def test_a_part_that_is_not_finite_on_one_rank_is_not_published(tmp_path: Path) -> None:
+    with Ranked(tmp_path) as r:
+        r.strike(1, "bad-seal")
+        assert r.ask(PROMPT).ids() == oracle(PROMPT, 8)
+        again = r.ask(PROMPT)
+        assert again.ids() == oracle(PROMPT, 8)
+        assert again.restored == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("kill-in-prefill", "was ended by SIGKILL"),
+        ("kill-in-decode", "was ended by SIGKILL"),
+        ("kill-in-seal", "was ended by SIGKILL"),
+        ("freeze-in-step", "was silent for 1 s"),
+        ("fail-before-collective", "injected, between two collectives"),
+        ("other-token", "ranks 0 and 1 disagree about slot"),
+    ],
+)
+def test_a_lost_rank_ends_running_requests_and_the_engine(
+    tmp_path: Path, fault: str, says: str
+) -> None:
+    with Ranked(tmp_path) as r:
+        assert r.ask([1, *PROMPT]).restored == 0
+        pids = list(r.pids().values())
+        r.strike(1, fault)
+        begun = time.monotonic()
+        replies = [r.send([k, *PROMPT], 40) for k in range(6)]  # more than run at once
+        for reply in replies:
+            end = reply.wait(BOUND_S)
+            assert end.reason == "error"
+            assert end.error is not None
+            assert says in end.error
+        health = r.until("lost", BOUND_S)
+        assert time.monotonic() - begun < BOUND_S
+        assert says in str(health["reason"])
+        assert gone(pids, 1.0)
+
+
+@pytest.mark.parametrize(
+    "fault", ["kill-in-prefill", "kill-in-decode", "kill-in-seal", "freeze-in-step"]
+)
+def test_ranks_begin_anew_with_an_empty_cache(tmp_path: Path, fault: str) -> None:
+    with Ranked(tmp_path, on_loss="restart") as r:
+        r.ask([1, *PROMPT])
+        old = list(r.pids().values())
+        r.strike(1, fault)
+        replies = [r.send([k, *PROMPT], 40) for k in range(6)]
+        for k, reply in enumerate(replies):
+            end = reply.wait(2 * BOUND_S)
+            if end.reason == "error":
+                assert "rank 1" in str(end.error)
+            else:  # it waited for its turn, which came after the loss
+                assert reply.ids() == oracle([k, *PROMPT], 40)
+        assert replies[0].wait().reason == "error"
+        assert replies[5].wait().reason == "length"
+        r.until("ok")
+        r.audit()
+        assert gone(old, 1.0)
+        fresh = r.ask([1, 2, *PROMPT])
+        assert (fresh.restored, fresh.ids()) == (0, oracle([1, 2, *PROMPT], 8))
+        assert r.ask([1, 2, *PROMPT]).restored == 102
+        assert r.engine.health()["sessions"] == 2
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_lost_while_idle(tmp_path: Path, sent: signal.Signals) -> None:
+    with Ranked(tmp_path, on_loss="restart") as r:
+        r.ask(PROMPT)
+        os.kill(r.pids()[0], sent)
+        r.until("restarting", BOUND_S)
+        r.until("ok", BOUND_S)
+        again = r.ask(PROMPT)
+        assert (again.restored, again.ids()) == (0, oracle(PROMPT, 8))
+
+
+def test_a_step_that_takes_too_long_is_a_loss(tmp_path: Path) -> None:
+    with Ranked(tmp_path, step_s=1.0) as r:
+        r.strike(1, "hang-in-step")
+        end = r.ask(PROMPT).wait(BOUND_S)
+        assert "rank 1 did not finish step" in str(end.error)
+        r.until("lost", BOUND_S)
+
+
+def test_a_restart_that_fails_is_the_end(tmp_path: Path) -> None:
+    with Ranked(tmp_path, on_loss="restart") as r:
+        r.ask(PROMPT)
+        r.strike(0, "crash-at-start")
+        os.kill(r.pids()[1], signal.SIGKILL)
+        health = r.until("lost", BOUND_S)
+        assert "could not be started again: rank 0" in str(health["reason"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("other-version", ValueError, "rank 1 on .* differs from rank 0 on .* in merestone: 0.9"),
+        ("refuse", ValueError, "^--memory is too small$"),
+        ("fewer-frames", ValueError, "rank 1 differs from rank 0 in frames: 127, not 128"),
+        ("crash-at-start", DeviceLost, r"rank 1 \(process .*\) was ended by SIGKILL"),
+        ("hang-at-start", DeviceLost, "rank 1 was not ready in time"),
+    ],
+)
+def test_a_start_that_fails_says_why(
+    tmp_path: Path, fault: str, error: type[Exception], says: str
+) -> None:
+    with Ranked(tmp_path, start=False, start_s=2.0) as r:
+        r.strike(1, fault)
+        with pytest.raises(error, match=says):
+            r.start()
+        assert not r.pids()
+
+
+def test_ranks_end_with_whoever_started_them(tmp_path: Path) -> None:
+    """No orphans, also after kill -9 of the deciding process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            r = Ranked(tmp_path)
+            os.write(write, " ".join(str(pid) for pid in r.pids().values()).encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    pids = [int(pid) for pid in os.read(read, 100).split()]
+    os.close(read)
+    os.close(write)
+    assert len(pids) == 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert gone(pids, BOUND_S)
