@@ -16,7 +16,6 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_device import VOCAB, FakeDevice, small_spec
-
 from merestone.engine.facts import Facts
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome

@@ -55,7 +55,7 @@ def test_ranks_that_disagree_in_one_bit(other: tuple[WorkResult, ...]) -> None:
 
 def test_a_failure_counts_whether_all_can_go_on() -> None:
     failed = Failed(1, 4, "RuntimeError: full", collectives=9)
-    with pytest.raises(StepFailed, match="^rank 1: RuntimeError: full$"):
+    with pytest.raises(StepFailed, match=r"^rank 1: RuntimeError: full$"):
         merge({0: done(0), 1: failed})
     with pytest.raises(RanksApart, match="between collectives: rank 1: RuntimeError: full"):
         merge({0: done(0), 1: msgspec.structs.replace(failed, collectives=8)})
