@@ -37,12 +37,17 @@ def change(directory: Path, **tensors: Tensor | None) -> Glm5NextConfig:
 
 
 def test_single_file(tiny: Path) -> None:
-    loaded = read_weights(tiny, read_config(tiny))
+    config = read_config(tiny)
+    loaded, mtp = read_weights(tiny, config), read_weights(tiny, config, mtp=True)
     stored = load_file(tiny / "model.safetensors")
-    assert not loaded.skipped
-    assert {PREFIX + name for name in loaded.weights if name != "lm_head.weight"} | {
-        "lm_head.weight"
-    } == set(stored)
+    # Each part skips what the other one reads.
+    assert {PREFIX + name for name in mtp.weights} == set(loaded.skipped)
+    assert (
+        {PREFIX + name for name in loaded.weights if name != "lm_head.weight"} | {"lm_head.weight"}
+        == set(mtp.skipped)
+        == set(stored) - set(loaded.skipped)
+    )
+    assert "layers.4.eh_proj.weight" in mtp.weights
     name = "layers.3.mlp.experts.1.gate_proj.weight"
     assert torch.equal(loaded.weights[name], stored[PREFIX + name])
 
@@ -89,26 +94,29 @@ def test_fused_forms_are_views_of_the_published_parts(tiny: Path) -> None:
     assert first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
 
 
-def test_vision_and_mtp_are_skipped_by_name(tiny: Path) -> None:
+def test_vision_and_copies_are_skipped_by_name(tiny: Path) -> None:
     mtp = f"{PREFIX}layers.4."
-    extra = {
+    copies = {
         "model.visual.patch_embed.proj.weight": torch.zeros(2, 2),
-        mtp + "eh_proj.weight": torch.zeros(2, 2),
-        mtp + "shared_head.norm.weight": torch.zeros(2),
-        mtp + "self_attn.q_a_proj.weight": torch.zeros(2, 2),
+        mtp + "embed_tokens.weight": torch.zeros(2, 2),
+        mtp + "shared_head.head.weight": torch.zeros(2, 2),
     }
-    config = change(tiny, **extra)
+    config = change(tiny, **copies)
     loaded = read_weights(tiny, config)
-    assert sorted(loaded.skipped) == sorted(extra)
+    assert set(copies) < set(loaded.skipped)
+    assert mtp + "eh_proj.weight" in loaded.skipped
     assert not any(name.startswith("layers.4.") for name in loaded.weights)
+    assert not set(copies) & {
+        PREFIX + name for name in read_weights(tiny, config, mtp=True).weights
+    }
 
 
 def test_a_decoder_layer_too_many_is_no_mtp_layer(tiny: Path) -> None:
     """A count one too small must not drop a layer in silence: an MTP layer has an eh_proj."""
-    name = f"{PREFIX}layers.4.self_attn.q_proj.weight"
-    config = change(tiny, **{name: torch.zeros(2, 2)})
+    name = f"{PREFIX}layers.4.eh_proj.weight"
+    config = change(tiny, **{name: None})
     loaded = read_weights(tiny, config)
-    assert "layers.4.self_attn.q_proj.weight" in loaded.weights
+    assert "layers.4.self_attn.q_a_proj.weight" in loaded.weights
 
 
 def test_tied_embeddings(tiny: Path) -> None:

@@ -148,6 +148,8 @@ def test_published(tmp_path: Path) -> None:
         max_length=1048576,
         eos_ids=(154820, 154827, 154829),
         tie_embeddings=False,
+        mtp_layers=1,
+        mtp_shares_index=True,
     )
     assert config.layer_types.count("mla") == 11
     assert read_dtype(tmp_path) is torch.bfloat16

@@ -147,6 +147,7 @@ def test_a_layer_too_many(tiny: Path) -> None:
 
 
 def test_skipped_tensors_are_reported(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tiny(tiny, layers=4, experts=2, mtp=False)
     change(tiny, **{"model.visual.patch_embed.proj.bias": torch.zeros(2)})
     with caplog.at_level(logging.INFO, logger="merestone"):
         load_model(tiny)

@@ -45,6 +45,11 @@ class MlaShape:
     rms_eps: float
 
     @property
+    def scale(self) -> float:
+        scale: float = self.key_dim**-0.5
+        return scale
+
+    @property
     def dense_limit(self) -> int:
         """A row that sees at most this many tokens selects them all."""
         return self.index_topk + self.index_pool - 1
@@ -186,7 +191,7 @@ class MlaLayer:
         query = self.queries(residual)
         mixed = torch.empty_like(query)  # [N, H, kv_rank]
         for group in plan.dense:
-            attend_all(group, query, pages, s.key_dim**-0.5, mixed)
+            attend_all(group, query, pages, s.scale, mixed)
         for group in plan.sparse:
             assert selection is not None
             self._sparse(group, selection, query, pages, mixed)
@@ -233,7 +238,7 @@ class MlaLayer:
                 chosen = pages[frames, tokens % page].float()
             q = query[block.rows.flatten()]
             chosen = chosen.view(q.shape[0], s.width, s.kv_rank)
-            out = attend(q, chosen, counts.expand(-1, s.heads), s.key_dim**-0.5)
+            out = attend(q, chosen, counts.expand(-1, s.heads), s.scale)
             out = out.masked_fill(damaged[:, :, None], float("nan"))
             block.put(mixed, out.view(*block.rows.shape, s.heads, s.kv_rank))
 

@@ -55,12 +55,14 @@ class LoadedWeights:
     skipped: list[str] = field(default_factory=list)
 
 
-def read_weights(directory: Path, config: TextConfig) -> LoadedWeights:
-    """All tensors of the text model in ``directory``, under their published names.
+def read_weights(directory: Path, config: TextConfig, *, mtp: bool = False) -> LoadedWeights:
+    """All tensors of the text model in ``directory``, or of its MTP layer alone, under their
+    published names.
 
     Tensors that transformers fuses (``conv1d`` of q, k and v; ``experts.gate_up_proj`` with the
-    gate's rows first; ``experts.down_proj``) come back as views of their parts. The vision tower
-    and the MTP layer (index ``num_layers``, known by its ``eh_proj``) are skipped by name.
+    gate's rows first; ``experts.down_proj``) come back as views of their parts. Skipped by name:
+    the vision tower, the other part (the MTP layer has the index ``num_layers`` and an
+    ``eh_proj``), and the MTP layer's copies of the target's embedding and head.
 
     Raises:
         LoadError: no weights, an index that does not match its files, a file that is cut off, a
@@ -68,14 +70,15 @@ def read_weights(directory: Path, config: TextConfig) -> LoadedWeights:
     """
     loaded = LoadedWeights()
     shards = _shards(directory)
-    mtp = f"layers.{config.num_layers}."
-    has_mtp = any(mtp + "eh_proj." in name for names in shards.values() for name in names)
+    layer = f"layers.{config.num_layers}."
+    has_mtp = any(layer + "eh_proj." in name for names in shards.values() for name in names)
+    copies = (f"{layer}embed_tokens.", f"{layer}shared_head.head.")
     for path, names in shards.items():
         with _open(path) as file:
             for stored in names:
-                if stored.startswith(_VISION_PREFIXES) or (
-                    has_mtp and _relative(stored).startswith(mtp)
-                ):
+                relative = _relative(stored)
+                other = (has_mtp and relative.startswith(layer)) != mtp
+                if other or relative.startswith(copies) or stored.startswith(_VISION_PREFIXES):
                     loaded.skipped.append(stored)
                     continue
                 tensor = file.get_tensor(stored)
@@ -85,7 +88,8 @@ def read_weights(directory: Path, config: TextConfig) -> LoadedWeights:
                     if name in loaded.weights:
                         raise LoadError(f"{path}: {stored} is a second tensor for {name}")
                     loaded.weights[name] = part
-    _settle_head(loaded, config, directory)
+    if not mtp:
+        _settle_head(loaded, config, directory)
     return loaded
 
 

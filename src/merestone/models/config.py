@@ -55,8 +55,8 @@ _COSMETIC_OUTER = frozenset({
     "video_token_id", "vision_config",
 })  # fmt: skip
 _COSMETIC_TEXT = _COSMETIC_OUTER | {
-    "attention_dropout", "ep_size", "head_dim", "index_share_for_mtp_iteration",
-    "indexer_rope_interleave", "initializer_range", "model_type", "num_nextn_predict_layers",
+    "attention_dropout", "ep_size", "head_dim", "indexer_rope_interleave", "initializer_range",
+    "model_type",
     "output_router_logits", "pretraining_tp", "qk_head_dim", "rope_interleave", "rope_parameters",
     "rope_scaling", "rope_theta", "router_aux_loss_coef", "seq_aux",
 }  # fmt: skip
@@ -68,7 +68,9 @@ class Glm5NextConfig:
     """The text model of GLM-5.3-Flash. Sizes in elements, lengths in tokens, one entry a layer in
     ``layer_types`` ("kda" | "mla"), ``mlp_types`` ("dense" | "moe") and ``indexer_types`` ("full" |
     "shared"). ``index_topk`` counts tokens, in pools of ``index_kpool``. ``gate_lower_bound`` None
-    is the softplus gate; ``swiglu_limit`` None clamps nothing. There is no rotary part."""
+    is the softplus gate; ``swiglu_limit`` None clamps nothing. There is no rotary part.
+    ``mtp_layers`` follow the last layer; ``mtp_shares_index``: the passes of a draft all use the
+    first one's selection."""
 
     vocab_size: int
     hidden_size: int
@@ -106,6 +108,8 @@ class Glm5NextConfig:
     max_length: int
     eos_ids: tuple[int, ...]
     tie_embeddings: bool
+    mtp_layers: int = 0
+    mtp_shares_index: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +246,8 @@ def _read_text(text: Section, eos_ids: tuple[int, ...], tied: bool) -> Glm5NextC
         max_length=text.integer("max_position_embeddings"),
         eos_ids=eos_ids,
         tie_embeddings=tied,
+        mtp_layers=text.integer("num_nextn_predict_layers", 0, least=0),
+        mtp_shares_index=text.flag("index_share_for_mtp_iteration", False),
     )
     _check(text, config)
     return config

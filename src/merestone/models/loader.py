@@ -26,6 +26,7 @@ from merestone.models.config import (
     read_model_type,
 )
 from merestone.models.glm5_next import Glm5Next
+from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.interface import Model
 from merestone.models.kimi_config import KimiLinearConfig, read_kimi_config
 from merestone.models.kimi_linear import KimiLinear
@@ -38,6 +39,7 @@ __all__ = [
     "GenerationConfig",
     "LoadError",
     "load_model",
+    "load_mtp",
     "read_generation_config",
 ]
 
@@ -101,6 +103,40 @@ def load_model(
     except ValueError as error:
         # A combination that only the model's own code can judge.
         raise ConfigError(f"{directory}: {error}") from None
+
+
+def load_mtp(
+    directory: Path,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    seed: int = 0,
+    world: World = SINGLE,
+) -> Glm5NextMtp:
+    """The MTP layer of the model in ``directory``, computed in ``dtype``; else as
+    :func:`load_model`.
+
+    Raises:
+        ConfigError: there is none, there are several, or it is a variant that is not supported.
+        LoadError: as :func:`load_model`.
+    """
+    assert load_format in LOAD_FORMATS, load_format
+    config = _READERS[read_model_type(directory)](directory)
+    if not isinstance(config, Glm5NextConfig) or config.mtp_layers != 1:
+        count = config.mtp_layers if isinstance(config, Glm5NextConfig) else 0
+        raise ConfigError(f"{directory}: drafting needs one MTP layer, the model has {count}")
+    if not config.mtp_shares_index:
+        raise ConfigError(
+            f"{directory}: index_share_for_mtp_iteration = false is not supported for drafting"
+        )
+    weights: Mapping[str, Tensor] | Source = (
+        RandomWeights(config, seed)
+        if load_format == "random"
+        else read_weights(directory, config, mtp=True).weights
+    )
+    try:
+        return Glm5NextMtp(config, weights, dtype, world)
+    except WeightError as error:
+        raise LoadError(f"{directory}: {error}") from None
 
 
 def _stored(directory: Path, config: Config) -> tuple[Mapping[str, Tensor], torch.dtype]:

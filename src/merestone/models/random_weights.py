@@ -148,7 +148,8 @@ class RandomWeights:
         return 0.2 if ".experts." in name else 0.45
 
     def _layer_type(self, name: str) -> str:
-        return self._config.layer_types[_layer(name)]
+        layer, types = _layer(name), self._config.layer_types
+        return types[layer] if layer < len(types) else "mla"  # the MTP layer
 
     def _matrix(self, name: str, shape: tuple[int, ...], gain: float) -> Tensor:
         return self._normal(name, shape, gain / math.sqrt(shape[1]))

@@ -51,6 +51,7 @@ def write_tiny(
     gate_lower_bound: float | None = -5.0,
     hc_sinkhorn_iters: int = 20,
     swiglu_limit: float | None = 10.0,
+    mtp: bool = True,
     shards: int = 1,
 ) -> None:
     """Write a random glm5_next checkpoint with tokenizer and chat template into ``directory``.
@@ -58,8 +59,8 @@ def write_tiny(
     The same arguments give the same bytes. Files are replaced one by one, each at once, so that a
     process that has the old ones mapped keeps them. ``dtype``: "float32" | "bfloat16" | "float16",
     of the tensors that the family does not keep in fp32. ``layers`` >= 4: layers 0 to 2 are dense,
-    every fourth layer is MLA. ``index_topk`` counts tokens. ``gate_lower_bound`` None is the
-    softplus gate.
+    every fourth layer is MLA; with ``mtp`` an MTP layer follows. ``index_topk`` counts tokens.
+    ``gate_lower_bound`` None is the softplus gate.
 
     Raises:
         ValueError: fewer than 4 layers or 1 shard.
@@ -77,6 +78,7 @@ def write_tiny(
         "n_shared_experts": shared_experts,
         "norm_topk_prob": norm_topk,
         "hc_sinkhorn_iters": hc_sinkhorn_iters,
+        "num_nextn_predict_layers": int(mtp),
         "swiglu_limit": swiglu_limit,
     }
     text["linear_attn_config"] = _linear_config(layers, gate_lower_bound)
@@ -178,6 +180,7 @@ def _text_config(hidden: int, layers: int, dtype: str, max_length: int) -> dict[
         "hidden_size": hidden,
         "index_head_dim": 16,
         "index_kpool_always_select_tail": True,
+        "index_share_for_mtp_iteration": True,
         "indexer_types": ["full"] * layers,
         "intermediate_size": 2 * hidden,
         "kv_lora_rank": 32,

@@ -14,6 +14,7 @@ from torch import Tensor
 from merestone.layers.weights import Source
 from merestone.models.config import Glm5NextConfig
 from merestone.models.glm5_next import Glm5Next
+from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.kimi_config import KimiLinearConfig
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.random_weights import RandomWeights
@@ -33,13 +34,15 @@ class _Recorder:
 
 
 def draw(config: Glm5NextConfig | KimiLinearConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the text model in fp32, by published name relative to it.
+    """All tensors of the text model (and its MTP layer) in fp32, by published name relative to it.
 
     A tensor's values depend on ``seed``, its name and its shape only. Replies are text.
     """
     recorder = _Recorder(RandomWeights(config, seed, text=True))
     if isinstance(config, Glm5NextConfig):
         Glm5Next(config, recorder, torch.float32)
+        if config.mtp_layers:
+            Glm5NextMtp(config, recorder, torch.float32)
     else:
         KimiLinear(config, recorder, torch.float32)
     yield from recorder.drawn.items()

@@ -1,0 +1,78 @@
+"""Drafting with a checkpoint's MTP layer: K passes of one layer, each fed with the last one's row.
+
+Knows the rows of a step and the layer. Must not know who verifies. Row p of the layer needs the
+token at p + 1, so its group lags by one row. The first pass is the observation of the newest row;
+the others are drafted from copies of its keys and write nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from merestone.layers.state import Field, StateViews
+from merestone.models.glm5_next_mtp import GROUP, Glm5NextMtp
+from merestone.models.interface import Model
+from merestone.spec.draw import draw
+from merestone.spec.interface import DraftGroup, DraftRows, Drafts
+
+MOST = 7
+"""Passes that are tested; acceptance falls with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """Of a step's rows: what drafts are made from, [N, D], and what each row chose to see."""
+
+    hidden: Tensor
+    chosen: Tensor | None
+
+
+class MtpDrafter:
+    """A :class:`merestone.spec.interface.Drafter`. ``model`` embeds and reads out."""
+
+    lag = 1
+    features: tuple[int, ...] = ()
+
+    def __init__(self, layer: Glm5NextMtp, model: Model, depth: int) -> None:
+        assert 1 <= depth <= MOST, depth
+        self._layer = layer
+        self._model = model
+        self.depth = depth
+        self.groups = (DraftGroup(GROUP, multiple=layer.page_multiple),)
+
+    def fields(self) -> tuple[Field, ...]:
+        return self._layer.fields()
+
+    @torch.inference_mode()
+    def observe(self, rows: DraftRows, state: StateViews) -> None:
+        if not rows.batch.segments:
+            return
+        # Nothing of this group is kept from an anchor on only.
+        segments = tuple(dataclasses.replace(s, anchor=0, advance=0) for s in rows.batch.segments)
+        batch = dataclasses.replace(rows.batch, segments=segments)
+        embedded = self._model.embed(batch.tokens)
+        rows.batch.scratch["mtp"] = _Observed(
+            *self._layer.forward(embedded, rows.hidden, batch, state)
+        )
+
+    @torch.inference_mode()
+    def propose(self, rows: DraftRows, state: StateViews, depth: int) -> Drafts:
+        wanting = rows.continuations
+        observed = rows.batch.scratch["mtp"]
+        assert isinstance(observed, _Observed)
+        at = torch.tensor([c.row for c in wanting])
+        hidden = observed.hidden[at]
+        ids = [draw(self._model.logits(hidden), wanting, 1)]
+        if depth > 1:
+            chosen = None if observed.chosen is None else observed.chosen[at]
+            last = torch.tensor([c.position - 1 for c in wanting])
+            tables = [c.pages[GROUP] for c in wanting]
+            reach = self._layer.reach(last, tables, chosen, depth - 1, state)
+        while len(ids) < depth:
+            hidden = self._layer.recycle(self._model.embed(ids[-1]), hidden, reach)
+            ids.append(draw(self._model.logits(hidden), wanting, len(ids) + 1))
+        return Drafts(torch.stack(ids, 1))
