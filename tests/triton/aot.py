@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024
@@ -53,6 +54,9 @@ def compiled(
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _TYPES[value.dtype]
             divisible = value.data_ptr() % 16 == 0
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype][1:]}[{block}]>"
         elif isinstance(value, int):
             if value == 1 and not plain:
                 signature[parameter.name], constants[(i,)] = "constexpr", 1

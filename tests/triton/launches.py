@@ -49,7 +49,7 @@ def gemm(rows: int) -> None:
     for more in (0, 16, 32, 64, 512):
         x = torch.empty(rows + more, 4096, dtype=bf16)
         linear(x, torch.empty(4096, 4096, dtype=bf16))
-        linear(x, torch.empty(24576, 4096, dtype=bf16))
+        linear(x, torch.empty(24896, 4096, dtype=bf16))
         linear(torch.empty(rows + more, 16384, dtype=bf16), torch.empty(24, 16384))
     linear(torch.empty(64, rows, 256, dtype=bf16), torch.empty(64, 512, 256, dtype=bf16))
 

@@ -1,13 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Matrix products in which a row's bits do not depend on how many rows there are.
 
-Knows shapes. Must not know layers. An output element is a sum over K in one order: K is cut into
-fixed segments, each summed from zero block after block, and the segments' sums are added in order.
-How many segments there are follows from the weight's shape alone. With few rows every segment has
-a program of its own and a second kernel adds them up, with many one program does it all: the same
-sums. Tiles follow the number of rows, which is safe because a tensor core adds to its accumulator
-in the order of K whatever the tile: seen on an H200 for bf16 tiles of 16x128x128, 64x128x64 and
-128x128x64; a test on the device compares all that the tables name.
+Knows shapes. Must not know layers. An output element is one sum over K in order. A tensor core adds
+to its accumulator in the order of K whatever the tile, so the tile may follow the number of rows:
+seen on an H200 for every tile below, from 16x16 to 128x256, of warp and of warpgroup instructions,
+loaded by threads or by the copy engine; a test on the device compares them. Few rows go to narrow
+tiles, enough of them to keep all of the memory busy; many rows to wide ones, dealt over the chip.
+
+A weight of few rows and a long K would leave most of the chip idle. Its K is cut into fixed
+segments, each summed from zero in a program of its own; a second kernel adds them in order. How
+many there are follows from the weight's shape alone, so this, too, is the same for every row.
+
+Weights in fp32 are multiplied as three products of TF32 pieces (relative errors near 1e-6).
 """
 
 from dataclasses import dataclass
@@ -16,18 +20,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from merestone.ops.triton.launch import aligned, blocks
 
 DEPTH = 128
-"""A segment is a multiple of this many columns of K, and so of every tile's depth."""
-_WANTED_PROGRAMS = 128
+"""A segment is a multiple of this many columns of K."""
+_SHORT_WEIGHT = 512
+_WANTED_SEGMENTS = 64
 _SHORTEST_SEGMENT = 512
-_MOST_SEGMENTS = 32
-_COLUMNS = 128
 _COMBINED = 1024
 # Tiles of rows that share a pass over the weight's tiles, for the L2 cache.
 _BAND = 8
+# Programs that take turns over wide tiles: one a multiprocessor.
+_PROGRAMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +47,28 @@ class Tile:
     stages: int
 
 
-# (most rows, tile), for one segment and for several (which need two accumulators).
+# (most rows, tile of a weight below _MANY_COLUMNS, tile of a longer one).
+_MANY_COLUMNS = 8192
 _BF16 = (
-    (16, Tile(16, 128, 128, 4, 4)),
-    (32, Tile(32, 128, 128, 4, 3)),
-    (64, Tile(64, 128, 64, 4, 4)),
-    (512, Tile(128, 128, 64, 8, 4)),
+    (16, Tile(16, 32, 256, 2, 5), Tile(16, 64, 128, 4, 4)),
+    (32, Tile(32, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4)),
+    (64, Tile(64, 32, 128, 4, 5), Tile(64, 128, 64, 4, 4)),
+    (128, Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 4)),
 )
-_BF16_MANY = {False: Tile(128, 256, 64, 8, 3), True: Tile(128, 128, 64, 8, 4)}
-_FP32 = ((16, Tile(16, 64, 32, 4, 3)), (64, Tile(32, 64, 32, 4, 3)))
-_FP32_MANY = Tile(64, 64, 32, 4, 3)
+_BF16_MANY = Tile(128, 128, 64, 8, 4)
+# By the copy engine; the widest where there are enough of them.
+_WIDE, _WIDEST = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3)
+# Warp instructions only: whether a warpgroup's agree with them for TF32 was not looked at.
+_FP32 = ((16, Tile(16, 32, 64, 2, 3)),)
+_FP32_MANY = Tile(32, 32, 64, 4, 3)
 
 
 def segments(n: int, k: int) -> int:
-    """Segments of K for a weight [n, k]: enough programs for a chip at one row. Part of the bits'
-    definition."""
+    """Segments of K for a weight [n, k]. Part of the bits' definition."""
     count = 1
     while (
-        count < _MOST_SEGMENTS
-        and blocks(n, _COLUMNS) * count < _WANTED_PROGRAMS
+        n <= _SHORT_WEIGHT
+        and blocks(n, 32) * count < _WANTED_SEGMENTS
         and k % (2 * count * DEPTH) == 0
         and k // (2 * count) >= _SHORTEST_SEGMENT
     ):
@@ -67,10 +76,12 @@ def segments(n: int, k: int) -> int:
     return count
 
 
-def tile_for(rows: int, dtype: torch.dtype, several: bool) -> Tile:
-    """The tile for ``rows`` rows; ``several``: of a sum of several segments in one program."""
-    table, many = (_FP32, _FP32_MANY) if dtype == torch.float32 else (_BF16, _BF16_MANY[several])
-    return next((tile for most, tile in table if rows <= most), many)
+def tile_for(rows: int, n: int, dtype: torch.dtype) -> Tile:
+    """The tile for ``rows`` rows and a weight of ``n``, of those whose loads the threads do."""
+    if dtype == torch.float32:
+        return next((tile for most, tile in _FP32 if rows <= most), _FP32_MANY)
+    few = next((tiles for most, *tiles in _BF16 if rows <= most), None)
+    return _BF16_MANY if few is None else few[n >= _MANY_COLUMNS]
 
 
 @triton.jit
@@ -79,9 +90,9 @@ def segment_sum(
     w,
     x_at,
     w_at,
+    exists,
     first,
     last,
-    K,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -89,22 +100,34 @@ def segment_sum(
 ):
     """The sum over columns [first, last) of K, from zero: [ROWS, COLUMNS] fp32.
 
-    Rows begin at ``x + x_at`` [ROWS] and ``w + w_at`` [COLUMNS], where the offsets have 32 bits: 64
-    of them for each element would take the registers of the sums. ``EVEN``: DEPTH divides K.
+    Rows begin at ``x + x_at`` [ROWS], where they exist, and ``w + w_at`` [COLUMNS]. The offsets
+    have 32 bits: 64 of them for each element would take the registers of the sums. ``EVEN``: DEPTH
+    divides the length.
     """
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     at = tl.arange(0, DEPTH)
     x_at = x_at[:, None] + at[None, :]
     w_at = w_at[None, :] + at[:, None]
+    exists = exists[:, None]
     for k in range(first, last, DEPTH):
         if EVEN:
-            left = tl.load(x + k + x_at)
+            left = tl.load(x + k + x_at, mask=exists, other=0.0)
             right = tl.load(w + k + w_at)
         else:
-            left = tl.load(x + k + x_at, mask=at[None, :] < K - k, other=0.0)
-            right = tl.load(w + k + w_at, mask=at[:, None] < K - k, other=0.0)
-        total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+            left = tl.load(x + k + x_at, mask=exists & (at[None, :] < last - k), other=0.0)
+            right = tl.load(w + k + w_at, mask=at[:, None] < last - k, other=0.0)
+        total = tl.dot(left.to(right.dtype), right, total, input_precision="tf32x3")
     return total
+
+
+@triton.jit
+def _place(tile, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+    """First row and first column of a tile: BAND tiles down, then one across."""
+    tiles_down, tiles_across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    band = tile // (BAND * tiles_across)
+    inside = tile % (BAND * tiles_across)
+    height = tl.minimum(tiles_down - band * BAND, BAND)
+    return (band * BAND + inside % height) * ROWS, (inside // height) * COLUMNS
 
 
 @triton.jit(do_not_specialize=["M", "x_batch", "w_batch", "out_batch", "out_segment"])
@@ -115,44 +138,66 @@ def _product(
     M,
     N,
     K,
+    length,
     x_batch,
     x_row,
     w_batch,
     w_row,
     out_batch,
     out_segment,
-    SEGMENTS: tl.constexpr,
-    LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Grid: (tiles, batch, parts). A part sums SEGMENTS segments and stores its own."""
-    tiles_down, tiles_across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    band = tl.program_id(0) // (BAND * tiles_across)
-    inside = tl.program_id(0) % (BAND * tiles_across)
-    height = tl.minimum(tiles_down - band * BAND, BAND)
-    top, left = (band * BAND + inside % height) * ROWS, (inside // height) * COLUMNS
+    """Grid: (tiles, batch, segments of ``length``). Loads by threads."""
+    top, left = _place(tl.program_id(0), M, N, ROWS, COLUMNS, BAND)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    batch, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, segment = tl.program_id(1).to(tl.int64), tl.program_id(2)
     # Strides of a batch come in sixteens: so the compiler knows, without a specialisation.
     x += batch * x_batch * 16 + top.to(tl.int64) * x_row
     w += batch * w_batch * 16 + left.to(tl.int64) * w_row
-    # Rows and columns past the end repeat the last one: they are computed and not stored.
-    x_at = tl.minimum(row, M - 1 - top) * x_row
+    # Columns past the end repeat the last one: they are computed and not stored.
     w_at = tl.minimum(column, N - 1 - left) * w_row
-    begin = part * SEGMENTS * LENGTH
-    end = tl.minimum(begin + LENGTH, K)
-    total = segment_sum(x, w, x_at, w_at, begin, end, K, ROWS, COLUMNS, DEPTH, EVEN)
-    for _ in range(1, SEGMENTS):
-        begin += LENGTH
-        total += segment_sum(x, w, x_at, w_at, begin, begin + LENGTH, K, ROWS, COLUMNS, DEPTH, EVEN)
-    to = out + batch * out_batch + part.to(tl.int64) * out_segment
+    exists = row < M - top
+    first = segment * length
+    last = tl.minimum(first + length, K)
+    total = segment_sum(x, w, row * x_row, w_at, exists, first, last, ROWS, COLUMNS, DEPTH, EVEN)
+    to = out + batch * out_batch + segment.to(tl.int64) * out_segment
     to += top.to(tl.int64) * N + left + row[:, None] * N + column[None, :]
-    inside = (row < M - top)[:, None] & (column < N - left)[None, :]
+    inside = exists[:, None] & (column < N - left)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _wide_product(
+    x,
+    w,
+    out,
+    M,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Grid: (PROGRAMS). The same sums; tiles by the copy engine, from and to descriptors."""
+    count = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
+    for tile in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+        top, left = _place(tile, M, N, ROWS, COLUMNS, BAND)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(tl.cdiv(K, DEPTH)):
+            rows = x.load([top, step * DEPTH])
+            columns = w.load([left, step * DEPTH])
+            total = tl.dot(rows, columns.T, total)
+        # In halves, so that the stores take little of the memory that the loads fill.
+        halves = tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        one, other = tl.split(halves)
+        out.store([top, left], one.to(out.dtype))
+        out.store([top, left + COLUMNS // 2], other.to(out.dtype))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -174,27 +219,25 @@ def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -
     of the result is a function of row i of ``x`` and of ``weight`` alone.
     """
     rows, (n, k) = x.shape[-2], weight.shape[-2:]
+    out_dtype = out_dtype or weight.dtype
     count = segments(n, k)
-    tile = tile_for(rows, weight.dtype, count > 1)
-    batch = x.shape[0] if x.ndim == 3 else 1
-    programs = batch * blocks(rows, tile.rows) * blocks(n, tile.columns)
-    split = count > 1 and programs < _WANTED_PROGRAMS
-    return product(x, weight, tile, count, split=split, out_dtype=out_dtype)
+    if (
+        rows > _BF16[-1][0]
+        and count == 1
+        and x.ndim == 2
+        and x.dtype == weight.dtype == torch.bfloat16
+        and n * out_dtype.itemsize % 16 == 0
+    ):
+        enough = blocks(rows, _WIDEST.rows) * blocks(n, _WIDEST.columns) >= _PROGRAMS
+        return wide_product(x, weight, _WIDEST if enough else _WIDE, out_dtype=out_dtype)
+    return product(x, weight, tile_for(rows, n, weight.dtype), count, out_dtype=out_dtype)
 
 
 def product(
-    x: Tensor,
-    weight: Tensor,
-    tile: Tile,
-    count: int,
-    *,
-    split: bool,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, weight: Tensor, tile: Tile, count: int, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """:func:`linear` by one tile and ``count`` segments; ``split``: a program for each segment.
-
-    Neither the tile nor ``split`` changes the result's bits; ``count`` does.
-    """
+    """:func:`linear` by one tile and ``count`` segments. The tile does not change the result's
+    bits; ``count`` does."""
     out_dtype = out_dtype or weight.dtype
     batched = x.ndim == 3
     batch = x.shape[0] if batched else 1
@@ -210,21 +253,41 @@ def product(
     x_batch, w_batch = (x.stride(0), weight.stride(0)) if batched else (0, 0)
     assert x_batch % 16 == w_batch % 16 == 0, (x_batch, w_batch)
     into = out
-    if split:
+    if count > 1:
         into = torch.empty(count, out.numel(), dtype=torch.float32, device=x.device)
-    grid = (blocks(rows, tile.rows) * blocks(n, tile.columns), batch, count if split else 1)
-    _product[grid](
-        x, weight, into, rows, n, k,
+    length = blocks(k, count)
+    _product[(blocks(rows, tile.rows) * blocks(n, tile.columns), batch, count)](
+        x, weight, into, rows, n, k, length,
         x_batch // 16, x.stride(-2), w_batch // 16, weight.stride(-2), rows * n, out.numel(),
-        SEGMENTS=1 if split else count, LENGTH=blocks(k, count),
-        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=k % tile.depth == 0,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=length % tile.depth == 0,
         BAND=_BAND, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if split:
+    if count > 1:
         _combine[(blocks(out.numel(), _COMBINED),)](
             into, out, out.numel(), SEGMENTS=count, BLOCK=_COMBINED,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+    return out
+
+
+def wide_product(
+    x: Tensor, weight: Tensor, tile: Tile, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """:func:`linear` for many rows and one segment, in one dtype: the same bits."""
+    (rows, k), n = x.shape, weight.shape[0]
+    assert weight.shape == (n, k), (x.shape, weight.shape)
+    assert x.dtype == weight.dtype
+    aligned(x, weight)
+    out = torch.empty(rows, n, dtype=out_dtype or weight.dtype, device=x.device)
+    tiles = blocks(rows, tile.rows) * blocks(n, tile.columns)
+    _wide_product[(min(tiles, _PROGRAMS),)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]),
+        rows, n, k,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, BAND=_BAND, PROGRAMS=_PROGRAMS,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
