@@ -7,7 +7,7 @@ share them. What a drafter says of a text must depend on the text alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,8 @@ class Pages:
         }
         source = torch.Generator().manual_seed(seed)
         self._free = (torch.randperm(frames - 1, generator=source) + 1).tolist()
-        self.groups = tuple(group.name for group in drafter.groups)
+        self.windows = {group.name: group.window for group in drafter.groups}
+        self.groups = tuple(self.windows)
 
     def page(self, group: str) -> int:
         assert group in self.groups
@@ -50,6 +51,11 @@ class Pages:
     def bytes(self) -> list[Tensor]:
         """A copy of everything, to compare."""
         return [rows.view(torch.uint8).clone() for rows in self._rows.values()]
+
+    def spoil(self, frame: int) -> None:
+        """Somebody else has the frame now."""
+        for rows in self._rows.values():
+            rows[frame] = math.nan
 
     def take(self) -> int:
         frame: int = self._free.pop()
@@ -75,9 +81,14 @@ class Text:
     tables: dict[str, list[int]] = field(default_factory=dict)
     params: SamplingParams = field(default_factory=SamplingParams)
 
-    def pages(self, groups: Sequence[str], size: int = 64) -> dict[str, Tensor]:
-        padded = {g: self.tables.get(g, []) + [-1] * size for g in groups}
-        return {g: torch.tensor(frames[:size]) for g, frames in padded.items()}
+    def pages(self, windows: Mapping[str, int | None], anchor: int) -> dict[str, Tensor]:
+        """Page tables, without the pages that no boundary from ``anchor`` on has in its window."""
+        tables = {}
+        for group, window in windows.items():
+            gone = 0 if window is None else max(anchor - window, 0) // PAGE
+            frames = [-1] * gone + self.tables[group][gone:]
+            tables[group] = torch.tensor(frames + [-1] * (64 - len(frames)))
+        return tables
 
 
 def make_text(length: int, seed: int, vocab: int, hidden: int, features: int, dtype: torch.dtype):
@@ -112,12 +123,10 @@ def step(
             while len(frames) < -(-end // PAGE):
                 frames.append(pages.take())
         start = min(text.done, end - drafter.lag)
-        table = text.pages(pages.groups)
+        anchor, advance = start // CHUNK * CHUNK, end // CHUNK * CHUNK
+        table = text.pages(pages.windows, advance)
         if start < end:
             none = torch.zeros(0, dtype=torch.int64)
-            # The target's anchors are none of the drafter's business.
-            anchor = start // CHUNK * CHUNK
-            advance = end // CHUNK * CHUNK
             segments.append(Segment(row, start, end, table, anchor, none, advance, none))
             tokens += text.ids[start + 1 : end + 1]
             hidden.append(text.hidden[start:end])

@@ -25,6 +25,8 @@ from merestone.models.config import (
     read_generation_config,
     read_model_type,
 )
+from merestone.models.dflash import DFlash
+from merestone.models.dflash_config import read_dflash_config
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.interface import Model
@@ -38,6 +40,7 @@ __all__ = [
     "ConfigError",
     "GenerationConfig",
     "LoadError",
+    "load_dflash",
     "load_model",
     "load_mtp",
     "read_generation_config",
@@ -135,6 +138,20 @@ def load_mtp(
     )
     try:
         return Glm5NextMtp(config, weights, dtype, world)
+    except WeightError as error:
+        raise LoadError(f"{directory}: {error}") from None
+
+
+def load_dflash(directory: Path, dtype: torch.dtype) -> DFlash:
+    """The DFlash or DFlash2 draft in ``directory``, computed in ``dtype``; every rank has it all.
+
+    Raises:
+        ConfigError: the configuration is incomplete or not supported.
+        LoadError: the weights do not fit the configuration, or a file is missing or cut off.
+    """
+    config = read_dflash_config(directory)
+    try:
+        return DFlash(config, read_weights(directory, config).weights, dtype, config.target_layers)
     except WeightError as error:
         raise LoadError(f"{directory}: {error}") from None
 

@@ -1,4 +1,5 @@
-"""Attention over latents in the absorbed form, in tiles of keys at fixed places.
+"""Attention over rows of keys (latents in the absorbed form, which are their own values, or keys
+and values), in tiles of keys at fixed places.
 
 Knows rows, keys and how many each row sees. Must not know pages or selections. A row's bits do not
 depend on how many masked tiles follow its own: the maximum is exact, and the tiles' sums are added
@@ -16,12 +17,21 @@ TILE = 64
 """Keys of a tile. A constant of the numerics, like the chunk."""
 
 
-def attend(q: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """softmax(scale q keys^T) keys over the first ``seen`` keys of each row.
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    scale: float,
+    values: Tensor | None = None,
+    first: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale q keys^T) values over the keys [first, seen) of each row.
 
     Args:
         q: [G, M, L] fp32. keys: [G, S, L] fp32, S a multiple of TILE, finite everywhere (a masked
             key's weight is zero, but zero times NaN is NaN). seen: [G, M] int64, at least 1.
+        values: [G, S, L] fp32, as the keys; None: the keys themselves.
+        first: [G, M] int64, below ``seen``; None: 0.
 
     Returns:
         [G, M, L] fp32.
@@ -37,8 +47,12 @@ def attend(q: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
     scores = bmm(each, tiles.transpose(1, 2)).view(groups, count, rows, TILE) * scale
     column = torch.arange(count * TILE).view(count, 1, TILE)
     scores.masked_fill_(column >= seen[:, None, :, None], float("-inf"))
+    if first is not None:
+        scores.masked_fill_(column < first[:, None, :, None], float("-inf"))
     weights = (scores - scores.amax((1, 3), keepdim=True)).exp_()
     total = in_order(weights.sum(-1, keepdim=True))
+    if values is not None:
+        tiles = values.reshape(groups * count, TILE, dim)
     mixed = bmm(weights.view(-1, rows, TILE), tiles).view(groups, count, rows, dim)
     return in_order(mixed).div_(total)
 

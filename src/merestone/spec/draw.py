@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from merestone.ops.sampler import greedy, plain_greedy, sample
+from merestone.ops.sampler import greedy, gumbel, plain_greedy, sample
 from merestone.spec.interface import Continuation
 
 
@@ -38,3 +38,16 @@ def draw(logits: Tensor, wanting: Sequence[Continuation], ahead: int) -> Tensor:
                 choice=c.choice,
             )
     return ids
+
+
+def with_noise(
+    scores: Tensor, ids: Tensor, wanting: Sequence[Continuation], ahead: int, vocab: int
+) -> Tensor:
+    """Scores [S, C] of the candidates ``ids`` [S, C], as the target would disturb them: at a
+    temperature, divided by it and with the noise that it adds to these of its ``vocab`` ids."""
+    scores = scores.double()
+    for i, c in enumerate(wanting):
+        if c.params.temperature > 0.0:
+            noise = gumbel(vocab, c.params.seed, c.choice, c.position + ahead)
+            scores[i] = scores[i] / c.params.temperature + noise[ids[i]]
+    return scores
