@@ -13,6 +13,7 @@ from merestone.core.cache import CacheSpec
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden
 from merestone.sched.plan import StepPlan, StepResult, TokenLogprob, Work, WorkResult
+from merestone.spec.accept import accept
 
 VOCAB = 50
 
@@ -27,6 +28,18 @@ def prefix_hashes(tokens) -> list[int]:
     for token in tokens:
         hashes.append(extend_hash(hashes[-1], int(token)))
     return hashes
+
+
+def propose(prefix: int, count: int, accuracy: float, choice: int = 0) -> list[int]:
+    """Drafts that continue a prefix; each is the oracle's with the probability ``accuracy``."""
+    drafts = []
+    for _ in range(count):
+        token = next_token(prefix, choice)
+        if hash((prefix, choice, 3)) % 1000 >= 1000 * accuracy:
+            token = (token + 1) % VOCAB
+        drafts.append(token)
+        prefix = extend_hash(prefix, token)
+    return drafts
 
 
 def next_token(prefix: int, choice: int = 0) -> int:
@@ -44,9 +57,20 @@ def oracle(tokens, count: int, choice: int = 0) -> list[int]:
 
 
 def small_spec(
-    frames: int = 64, chunk: int = 8, page: int = 4, open_page: int = 2, anchor_frames: int = 2
+    frames: int = 64,
+    chunk: int = 8,
+    page: int = 4,
+    open_page: int = 2,
+    anchor_frames: int = 2,
+    drafts: int = 0,
 ) -> CacheSpec:
+    """With ``drafts`` there are a lagging group and a window, as if of two drafters."""
     groups = (GroupSpec("full", page=page), GroupSpec("open", page=open_page, open=True))
+    if drafts:
+        groups += (
+            GroupSpec("mtp", page=page, lag=1, ahead=drafts),
+            GroupSpec("window", page=open_page, window=5),
+        )
     return CacheSpec(
         frames=frames,
         frame_bytes=1024,
@@ -54,6 +78,7 @@ def small_spec(
         chunk=chunk,
         anchor_frames=anchor_frames,
         hidden_rows=4,
+        drafts=drafts,
     )
 
 
@@ -63,6 +88,7 @@ class FakeSlot:
     choice: int
     tables: dict[str, dict[int, int]] = field(default_factory=dict)
     hidden: dict[int, int] = field(default_factory=dict)
+    drafts: list[int] = field(default_factory=list)
 
     def bind(self, delta: PageDelta) -> None:
         table = self.tables.setdefault(delta.group, {})
@@ -70,11 +96,16 @@ class FakeSlot:
 
 
 class FakeDevice:
-    """Runs plans against ``spec``. ``rows``: rows computed so far; ``plans``: all plans run."""
+    """Runs plans against ``spec``. ``rows``: rows computed so far; ``plans``: all plans run.
 
-    def __init__(self, spec: CacheSpec) -> None:
+    It proposes drafts of which ``accuracy`` are right. ``proposed``: what it proposed for which
+    prefix and choice.
+    """
+
+    def __init__(self, spec: CacheSpec, accuracy: float = 0.5) -> None:
         self.spec = spec
         self.groups = {group.name: group for group in spec.groups}
+        self.draft_groups = [g for g in spec.groups if g.name not in ("full", "open")]
         self.memory: dict[tuple[int, object], object] = {}
         self.slots: dict[int, FakeSlot] = {}
         self.rows = 0
@@ -82,6 +113,8 @@ class FakeDevice:
         self.fail_next = False
         self.bad_slots: set[int] = set()
         self.bad_saves = False
+        self.accuracy = accuracy
+        self.proposed: dict[tuple[int, int], list[int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -141,6 +174,11 @@ class FakeDevice:
                 cells[self._cell(slot, "full", p)] = slot.hashes[p + 1]
             for p in range(work.anchor, work.start):
                 cells[self._cell(slot, "open", p)] = slot.hashes[p + 1]
+        if work.start < work.end or work.propose:
+            for group in self.draft_groups:
+                for p in range(*group.rows(work.start)):
+                    cells[self._cell(slot, group.name, p)] = slot.hashes[p + 1 + group.lag]
+        if work.start < work.end:
             for part, frame in enumerate(work.anchor_frames):
                 cells[frame, "anchor"] = ("anchor", part, slot.hashes[work.anchor])
         return cells
@@ -153,6 +191,22 @@ class FakeDevice:
             cells[self._cell(slot, "open", p)] = slot.hashes[p + 1]
         for part, frame in enumerate(work.advance_frames):
             cells[frame, "anchor"] = ("anchor", part, slot.hashes[work.advance])
+        for group in self.draft_groups:
+            floor = group.floor(work.advance)
+            for p in range(max(floor, work.start - group.lag, 0), work.end - group.lag):
+                cells[self._cell(slot, group.name, p)] = slot.hashes[p + 1 + group.lag]
+        return cells | dict.fromkeys(self._uncertain(slot, work), "draft")
+
+    def _uncertain(self, slot: FakeSlot, work: Work) -> list[tuple[int, object]]:
+        """Where the rows of drafts under verification go, and those of draft passes."""
+        end = work.end + work.drafts
+        cells = [
+            self._cell(slot, name, p) for name in ("full", "open") for p in range(work.end, end)
+        ]
+        for group in self.draft_groups:
+            first = max(0, work.end - group.lag, group.floor(work.advance))
+            last = group.reach(work.end, work.drafts, work.propose)
+            cells += [self._cell(slot, group.name, p) for p in range(first, last)]
         return cells
 
     def _check_apart(self, works: tuple[Work, ...]) -> None:
@@ -163,11 +217,14 @@ class FakeDevice:
             for delta in work.pages:
                 slot.bind(delta)
             assert len(slot.hashes) > work.end, "a plan runs ahead of the known ids"
+            assert work.drafts <= min(len(slot.drafts), self.spec.drafts)
+            assert work.sample or not (work.drafts or work.propose)
             chunk = self.spec.chunk
             assert work.anchor % chunk == 0 == work.advance % chunk
             assert work.anchor <= work.start
             assert work.anchor <= work.advance <= work.end
             assert work.end - work.advance < chunk
+            assert work.start - work.anchor < chunk + self.spec.drafts
             wanted = self.spec.anchor_frames
             assert len(work.anchor_frames) == (wanted if work.anchor else 0)
             assert len(work.advance_frames) == (wanted if work.advance > work.anchor else 0)
@@ -187,15 +244,40 @@ class FakeDevice:
         self.memory.update(self._writes(slot, work))
         if work.start < work.end:
             first = max(work.start, work.advance - 1)
+            if any(group.lag for group in self.draft_groups):
+                assert work.start in (0, *slot.hidden), "the row before the pass is not at hand"
             slot.hidden = {p + 1: slot.hashes[p + 1] for p in range(first, work.end)}
-            self.rows += work.end - work.start
+            self.rows += work.end - work.start + work.drafts
 
     def _result(self, work: Work, bad: bool) -> WorkResult:
         slot = self.slots[work.slot]
         scored = tuple(TokenLogprob(target, -1.0) for target in work.targets)
         if not work.sample or bad:
-            return WorkResult(work.slot, None, None, scored)
+            return WorkResult(work.slot, (), (), scored)
         assert len(slot.hashes) == work.end + 1
-        token = next_token(slot.hidden[work.end], slot.choice)
-        slot.hashes.append(extend_hash(slot.hashes[-1], token))
-        return WorkResult(work.slot, token, None, scored)
+
+        def draw(place: int) -> int:
+            token = next_token(slot.hidden[work.end + place], slot.choice)
+            slot.hashes.append(extend_hash(slot.hashes[-1], token))
+            # The row of the draft, which turns out to be that of the token.
+            slot.hidden[work.end + place + 1] = slot.hashes[-1]
+            return token
+
+        tokens = accept(slot.drafts[: work.drafts], draw)
+        del slot.hidden[work.end + len(tokens)]
+        self._observe(slot, work, work.end + len(tokens) - 1)
+        slot.drafts = propose(slot.hashes[-1], work.propose, self.accuracy, slot.choice)
+        if work.propose:
+            self.proposed[slot.hashes[-1], slot.choice] = slot.drafts
+        return WorkResult(work.slot, tokens, (), scored)
+
+    def _observe(self, slot: FakeSlot, work: Work, committed: int) -> None:
+        """Accepted rows are what they should be, and a lagging group catches up to propose."""
+        for p in range(work.end, committed):
+            for name in ("full", "open"):
+                self.memory[self._cell(slot, name, p)] = slot.hashes[p + 1]
+        for group in self.draft_groups:
+            last = committed if work.propose else committed - group.lag
+            for p in range(max(0, work.end - group.lag, group.floor(work.advance)), last):
+                cell = self._cell(slot, group.name, p)
+                self.memory[cell] = slot.hashes[p + 1 + group.lag]

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "core": {"core"},
     "sched": {"sched", "core"},
     **{room: set(DEVICE_SIDE[: i + 1]) for i, room in enumerate(DEVICE_SIDE)},
-    "engine": {"engine", "sched", "core", "device", "models"},
+    "engine": {"engine", "sched", "core", "device", "spec", "models"},
     "serve": {"serve", "engine", "probe"},
     "probe": {"probe"},
 }

@@ -9,6 +9,7 @@ from merestone.core.audit import audit
 from merestone.core.cache import Cache, CacheSpec
 from merestone.engine.api import EngineInfo, Event, Finished, GenerateRequest, TokenEvent
 from merestone.engine.engine import LocalEngine
+from merestone.sched.depth import Depth
 from merestone.sched.plan import SamplingParams
 from merestone.sched.scheduler import Scheduler
 
@@ -47,11 +48,14 @@ class Harness:
         budget: int = 32,
         context: int | None = None,
         retention: str = "boundaries",
+        accuracy: float = 0.5,
+        adaptive: bool = False,
     ) -> None:
         self.spec = spec or small_spec()
         self.cache = Cache(self.spec)
-        self.device = FakeDevice(self.spec)
-        self.scheduler = Scheduler(self.cache, slots=slots, token_budget=budget)
+        self.device = FakeDevice(self.spec, accuracy)
+        depth = Depth(self.spec.drafts, adaptive=adaptive)
+        self.scheduler = Scheduler(self.cache, slots=slots, token_budget=budget, depth=depth)
         info = EngineInfo(
             model="fake",
             context_limit=context or self.cache.capacity(),

@@ -32,11 +32,14 @@ class Extension:
     changed (dropped pages are not reported: the step still reads them, and nothing after it
     does). ``advance_frames``: where the new anchor goes, () if it stays. In each group the step
     writes rows from ``GroupSpec.floor(anchor)`` on: below, there may be no page for them.
+    ``drafts`` and ``ahead``: what there is room for.
     """
 
     copies: tuple[CopyRows, ...]
     deltas: tuple[PageDelta, ...]
     advance_frames: tuple[int, ...]
+    drafts: int = 0
+    ahead: int = 0
 
 
 class Cache:
@@ -156,7 +159,8 @@ class Cache:
                 lease.anchor_frames = tuple(fresh.tolist())
         if lease.origin is not None:
             self.shelf.touch(lease.origin, now)
-        return Extension(tuple(copies), tuple(deltas), lease.anchor_frames if moved else ())
+        fresh_anchor = lease.anchor_frames if moved else ()
+        return Extension(tuple(copies), tuple(deltas), fresh_anchor, drafts, ahead)
 
     def commit(self, lease: Lease, rows: int) -> None:
         """Drafts below ``rows`` tokens were accepted: what the step wrote there is for good."""
@@ -231,6 +235,15 @@ class Cache:
         """Drop a sealed or published checkpoint that must not be used (any more)."""
         self.shelf.drop(checkpoint)
         count(self.counters.discarded, reason)
+
+    def relatives(self, origin: Checkpoint) -> list[Checkpoint]:
+        """Published checkpoints that hold a frame of ``origin``, itself among them."""
+        frames = origin.frames()
+        return [
+            other
+            for other in self.checkpoints()
+            if other.state is State.PUBLISHED and bool(np.isin(other.frames(), frames).any())
+        ]
 
     def release(self, lease: Lease) -> None:
         """End a lease. Its pages have no appender any more."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from merestone.core.geometry import GroupSpec
 from merestone.layers.state import Field
+from merestone.spec.interface import DraftGroup
 
 ALIGN = 64
 """Every field of a page, and every frame, starts at a multiple of this many bytes."""
@@ -119,6 +120,15 @@ def _pages(wanted: int | None, multiple: int) -> list[int]:
     return [wanted]
 
 
+def _draft_group(group: DraftGroup, lag: int, fields: list[Field], frame_bytes: int) -> GroupSpec:
+    """As many rows of a drafter's group as fit into a frame."""
+    page = LARGEST_PAGE
+    while page > group.multiple and _page_bytes(fields, page) > frame_bytes:
+        page //= 2
+    assert page % group.multiple == 0, group
+    return GroupSpec(group.name, page, lag=lag, window=group.window, ahead=group.ahead)
+
+
 def plan_layout(
     fields: tuple[Field, ...],
     *,
@@ -126,26 +136,31 @@ def plan_layout(
     chunk: int,
     page_multiple: int,
     full_page: int | None = None,
+    draft_groups: tuple[DraftGroup, ...] = (),
+    lag: int = 0,
 ) -> Layout:
     """Choose the page of the ``full`` group (unless given) so that little of a frame is wasted.
 
     A frame holds exactly one full page; the open page is the largest power of two of rows that
     fits (at most a chunk). The choice minimises the bytes that one boundary pins on its own: its
     anchor, half a chunk of open rows, and one part-filled full page; of the sizes that come close
-    to the least, the largest is taken.
+    to the least, the largest is taken. A drafter's groups (with its ``lag``) make do with that.
 
     Raises:
         ValueError: no page size fits, or ``full_page`` is not a usable one.
     """
-    homes = {home: [f for f in fields if f.home == home] for home in ("full", "open", "anchor")}
+    names = ("full", "open", "anchor", *(group.name for group in draft_groups))
+    homes = {home: [f for f in fields if f.home == home] for home in names}
     largest_cell = max([_cell_bytes(f) for f in homes["anchor"]], default=0)
-    floor = max(largest_cell, _page_bytes(homes["open"], 1), hidden_bytes)
+    smallest = [_page_bytes(homes[group.name], group.multiple) for group in draft_groups]
+    floor = max(largest_cell, _page_bytes(homes["open"], 1), hidden_bytes, *smallest)
     choices = [_sizes(homes, p, chunk, floor) for p in _pages(full_page, page_multiple)]
     least = min(choice.pinned for choice in choices)
     best = max((c for c in choices if c.pinned <= SLACK * least), key=lambda c: c.page)
 
     sizes = {"full": best.page, "open": best.open_page}
     groups = [GroupSpec(h, page=sizes[h], open=h == "open") for h in sizes if homes[h]]
+    groups += [_draft_group(g, lag, homes[g.name], best.frame_bytes) for g in draft_groups]
     offsets: dict[tuple[int, str], int] = {}
     for group in groups:
         offset = 0
@@ -161,6 +176,6 @@ def plan_layout(
         hidden_bytes=hidden_bytes,
         offsets=offsets,
         cells={key: tuple(value) for key, value in runs.items()},
-        row_bytes={h: sum(f.bytes // f.every for f in homes[h]) for h in sizes},
+        row_bytes={h: sum(f.bytes // f.every for f in homes[h]) for h in homes if h != "anchor"},
         anchor_bytes=sum(field.bytes for field in homes["anchor"]),
     )

@@ -6,27 +6,44 @@ does not do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from merestone.core.orders import CopyRows, LoadHidden, SaveHidden
 from merestone.device.arena import Arena
+from merestone.device.drafting import Drafting, Drawn
 from merestone.device.slots import Slot
 from merestone.layers.state import Batch
 from merestone.models.interface import CHUNK, Model
 from merestone.ops.sampler import greedy, logprob, plain_greedy, sample
 from merestone.sched.plan import StepPlan, StepResult, TokenLogprob, Work, WorkResult
+from merestone.spec.accept import accept
+from merestone.spec.interface import Drafter
 
 LOGIT_ROWS = 64
 """Prompt rows whose logits exist at once."""
 
 
-class Runner:
-    """Executes plans on one device, one after another."""
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of the model: its batch and hidden rows [N, D], the first batch row of each work,
+    and the slots whose states (and, later, logits) are not finite."""
 
-    def __init__(self, model: Model, arena: Arena) -> None:
+    batch: Batch
+    hidden: Tensor
+    rows: list[int]
+    bad: set[int]
+
+
+class Runner:
+    """Executes plans on one device, one after another. Without ``drafter`` no plan has drafts."""
+
+    def __init__(self, model: Model, arena: Arena, drafter: Drafter | None = None) -> None:
         self.model = model
         self.arena = arena
+        self.drafting = Drafting(drafter, arena, CHUNK) if drafter else None
         self.slots: dict[int, Slot] = {}
         self.groups = tuple(arena.groups)
 
@@ -39,10 +56,11 @@ class Runner:
             self.slots[admit.slot] = Slot.admit(admit, self.groups)
         for order in plan.before:
             self._before(order)
-        bad_slots = self._forward(plan.works)
+        done = self._forward(plan.works)
         bad_saves += [key for order in plan.after for key in self._save(order)]
-        results = self._sample(plan.works, bad_slots)
-        return StepResult(plan.step, tuple(results), tuple(bad_saves), tuple(sorted(bad_slots)))
+        results = self._sample(plan.works, done.bad)
+        self._draft(plan.works, results, done)
+        return StepResult(plan.step, tuple(results), tuple(bad_saves), tuple(sorted(done.bad)))
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -56,29 +74,35 @@ class Runner:
 
     def _save(self, order: SaveHidden) -> list[tuple[int, int]]:
         """Store a hidden row; its (frame, row) comes back if it is not finite."""
-        slot = self.slots[order.slot]
-        assert slot.hidden is not None
-        row = slot.hidden[len(slot.hidden) - 1 - (slot.hidden_at - order.at)]
+        row = self.slots[order.slot].hidden_row(order.at)
         self.arena.hidden[order.frame, order.row] = row
         return [] if bool(torch.isfinite(row).all()) else [(order.frame, order.row)]
 
     # -- the pass -------------------------------------------------------------------------------
 
-    def _forward(self, works: tuple[Work, ...]) -> set[int]:
-        """One pass over all rows; returns the slots whose states are not finite."""
+    def _forward(self, works: tuple[Work, ...]) -> Pass:
+        """One pass over all rows, those of drafts included."""
         tokens: list[int] = []
         segments = []
+        first_rows = []
         for work in works:
             slot = self.slots[work.slot]
             for delta in work.pages:
                 slot.bind(delta)
+            first_rows.append(len(tokens))
             if work.start < work.end:
                 segments.append(slot.segment(work, len(tokens)))
-                tokens += work.tokens
+                tokens += (*work.tokens, *slot.drafts[: work.drafts])
+            if self.drafting and slot.hidden is not None:
+                slot.before = slot.hidden_row(work.start).clone()
+        none = torch.zeros(0, dtype=torch.int64)
+        positions = torch.cat([none, *(torch.arange(s.start, s.end) for s in segments)])
+        taps = self.drafting.drafter.features if self.drafting else ()
+        batch = Batch(
+            torch.tensor(tokens, dtype=torch.int64), positions, tuple(segments), CHUNK, {}, taps
+        )
         if not segments:
-            return set()
-        positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
-        batch = Batch(torch.tensor(tokens), positions, tuple(segments), CHUNK, {})
+            return Pass(batch, self.arena.hidden[:0, 0], first_rows, set())
         hidden = self.model.forward(batch, self.arena)
         bad: set[int] = set()
         computed = [work for work in works if work.start < work.end]
@@ -87,14 +111,14 @@ class Runner:
             # Rows since the new anchor: a boundary sealed from this pass lies among them.
             first = max(work.start, work.advance - 1)
             offset = segment.row - work.start
-            slot.hidden = hidden[offset + first : offset + work.end].clone()
-            slot.hidden_at = work.end
+            slot.hidden = hidden[offset + first : offset + segment.end].clone()
+            slot.hidden_at = segment.end
             if work.advance_frames and not self.arena.anchor_finite(segment.advance_frames):
                 bad.add(work.slot)
             if work.prompt_logprobs is not None:
                 rows = hidden[segment.row : segment.row + len(work.targets)]
                 slot.scored = self._score(rows, work)
-        return bad
+        return Pass(batch, hidden, first_rows, bad)
 
     def _score(self, hidden: Tensor, work: Work) -> tuple[TokenLogprob, ...]:
         """Log probabilities of the given next ids, a block of rows at a time."""
@@ -114,38 +138,51 @@ class Runner:
         sampling = [work for work in works if work.sample]
         rows = []
         for work in sampling:
-            hidden = self.slots[work.slot].hidden
-            assert hidden is not None
-            assert self.slots[work.slot].hidden_at == work.end
-            rows.append(hidden[-1])
+            slot = self.slots[work.slot]
+            assert slot.hidden_at == work.end + work.drafts
+            rows += [slot.hidden_row(work.end + place) for place in range(work.drafts + 1)]
         results: dict[int, WorkResult] = {}
         if rows:
             logits = self.model.logits(torch.stack(rows))
             finite = torch.isfinite(logits).all(1).tolist()
             best = greedy(logits).tolist()
-            for index, work in enumerate(sampling):
-                if finite[index]:
-                    results[work.slot] = self._draw(logits[index], best[index], work)
+            first = 0
+            for work in sampling:
+                own = slice(first, first + work.drafts + 1)
+                result = self._draw(logits[own], best[own], work)
+                if all(finite[own][: len(result.tokens)]):
+                    results[work.slot] = result
                 else:
                     bad.add(work.slot)
+                first = own.stop
         return [self._result(work, results) for work in works]
 
-    def _draw(self, row: Tensor, best: int, work: Work) -> WorkResult:
-        """The token of position ``work.end``; ``best`` is that of the raw logits."""
+    def _draw(self, logits: Tensor, best: list[int], work: Work) -> WorkResult:
+        """The tokens from position ``work.end`` on, as far as the drafts are what is drawn.
+
+        logits [drafts + 1, V]; ``best`` are the ids of the raw ones.
+        """
         slot = self.slots[work.slot]
-        params, token = slot.params, best
-        if not plain_greedy(params):
-            token = sample(
-                row,
-                params,
-                prompt=slot.ids[: slot.prompt],
-                output=slot.ids[slot.prompt : slot.known],
-                position=work.end,
-                choice=slot.choice,
-            )
-        entry = None if params.logprobs is None else logprob(row, token, params.logprobs)
-        slot.append(token)
-        return WorkResult(work.slot, token, entry)
+        params = slot.params
+        entries: list[TokenLogprob] = []
+
+        def draw(place: int) -> int:
+            token = best[place]
+            if not plain_greedy(params):
+                token = sample(
+                    logits[place],
+                    params,
+                    prompt=slot.ids[: slot.prompt],
+                    output=slot.ids[slot.prompt : slot.known],
+                    position=work.end + place,
+                    choice=slot.choice,
+                )
+            if params.logprobs is not None:
+                entries.append(logprob(logits[place], token, params.logprobs))
+            slot.append(token)
+            return token
+
+        return WorkResult(work.slot, accept(slot.drafts[: work.drafts], draw), tuple(entries))
 
     def _result(self, work: Work, results: dict[int, WorkResult]) -> WorkResult:
         slot = self.slots[work.slot]
@@ -153,4 +190,16 @@ class Runner:
         if not slot.scored:
             return result
         scored, slot.scored = slot.scored, ()
-        return WorkResult(work.slot, result.token, result.logprob, scored)
+        return WorkResult(work.slot, result.tokens, result.logprobs, scored)
+
+    def _draft(self, works: tuple[Work, ...], results: list[WorkResult], done: Pass) -> None:
+        """Let the drafter see what the step committed, and propose."""
+        if self.drafting is None:
+            return
+        drawn = []
+        for work, result, row in zip(works, results, done.rows, strict=True):
+            if work.slot not in done.bad:
+                committed = work.end + max(0, len(result.tokens) - 1)
+                proposing = bool(result.tokens) and work.propose > 0
+                drawn.append(Drawn(work, self.slots[work.slot], row, committed, proposing))
+        self.drafting.step(drawn, done.batch, done.hidden)

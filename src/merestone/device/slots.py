@@ -20,7 +20,9 @@ class Slot:
     """One running request: ids, page tables and last hidden rows.
 
     ``ids`` [capacity] int64, the first ``known`` of them valid, ``prompt`` of those the prompt.
-    ``hidden`` [n, hidden_size] are the rows of positions below ``hidden_at``, since the anchor.
+    ``hidden`` [n, hidden_size] are the rows of positions below ``hidden_at``, since the anchor,
+    those of rejected drafts included; ``before`` is the row before the last pass. ``drafts`` are
+    ids proposed for the positions from ``known`` on.
     """
 
     ids: Tensor
@@ -31,6 +33,8 @@ class Slot:
     tables: dict[str, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     hidden_at: int = -1
+    before: Tensor | None = None
+    drafts: list[int] = field(default_factory=list)
     scored: tuple[TokenLogprob, ...] = ()
 
     @classmethod
@@ -49,6 +53,20 @@ class Slot:
         self.ids[self.known] = token
         self.known += 1
 
+    def hidden_row(self, at: int) -> Tensor:
+        """[hidden_size], the row of position ``at - 1``."""
+        assert self.hidden is not None
+        place = len(self.hidden) - 1 - (self.hidden_at - at)
+        assert 0 <= place < len(self.hidden), f"no hidden row of position {at - 1}"
+        return self.hidden[place]
+
+    def next_ids(self, first: int, end: int) -> Tensor:
+        """The ids that follow positions [first, end), -1 where it is not known."""
+        ids = torch.full((end - first,), -1, dtype=torch.int64)
+        known = self.ids[first + 1 : min(end + 1, self.known)]
+        ids[: len(known)] = known
+        return ids
+
     def bind(self, delta: PageDelta) -> None:
         """Take over changed entries of a page table; tables grow by doubling."""
         table = self.tables[delta.group]
@@ -63,10 +81,15 @@ class Slot:
         return Segment(
             row=row,
             start=work.start,
-            end=work.end,
+            end=work.end + work.drafts,
             pages=self.tables,
             anchor=work.anchor,
             anchor_frames=torch.tensor(work.anchor_frames, dtype=torch.int64),
             advance=work.advance,
             advance_frames=torch.tensor(work.advance_frames, dtype=torch.int64),
         )
+
+    def draft_segment(self, row: int, start: int, end: int) -> Segment:
+        """Rows [start, end) of a drafter, which has no anchors."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return Segment(row, start, end, self.tables, 0, none, 0, none)

@@ -21,7 +21,9 @@ from merestone.engine.engine import Device, LocalEngine
 from merestone.engine.facts import Facts
 from merestone.models.interface import CHUNK, Model
 from merestone.models.loader import LOAD_FORMATS, load_model
+from merestone.sched.depth import Depth
 from merestone.sched.scheduler import Scheduler
+from merestone.spec.interface import Drafter
 
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,24 +100,31 @@ def default_threads(directory: Path, load_format: str = "auto") -> int:
     return 1 if weights < SMALL_WEIGHTS else torch.get_num_threads()
 
 
-def assemble(model: Model, options: EngineOptions, name: str) -> LocalEngine:
+def assemble(
+    model: Model, options: EngineOptions, name: str, drafter: Drafter | None = None
+) -> LocalEngine:
     """An engine around a loaded model, in this process."""
-    runner, facts = build_rank(model, options)
+    runner, facts = build_rank(model, options, drafter)
     return engine_over(runner, facts, options, name)
 
 
-def build_rank(model: Model, options: EngineOptions) -> tuple[Runner, Facts]:
+def build_rank(
+    model: Model, options: EngineOptions, drafter: Drafter | None = None
+) -> tuple[Runner, Facts]:
     """The doing side of one rank: layout, arena and runner around a loaded model."""
     info = model.info
+    fields = model.fields() + (drafter.fields() if drafter else ())
     layout = plan_layout(
-        model.fields(),
+        fields,
         hidden_bytes=info.hidden_size * info.dtype.itemsize,
         chunk=CHUNK,
         page_multiple=info.page_multiple,
         full_page=options.page,
+        draft_groups=drafter.groups if drafter else (),
+        lag=drafter.lag if drafter else 0,
     )
     frames = options.frames or options.memory // layout.frame_bytes
-    arena = Arena(layout, model.fields(), frames, hidden_dtype=info.dtype, poison=options.poison)
+    arena = Arena(layout, fields, frames, hidden_dtype=info.dtype, poison=options.poison)
     facts = Facts(
         vocab_size=info.vocab_size,
         max_length=info.max_length,
@@ -128,8 +137,9 @@ def build_rank(model: Model, options: EngineOptions) -> tuple[Runner, Facts]:
         anchor_frames=layout.anchor_frames,
         hidden_rows=layout.hidden_rows,
         notes=tuple(layout.explain()),
+        drafts=drafter.depth if drafter else 0,
     )
-    return Runner(model, arena), facts
+    return Runner(model, arena, drafter), facts
 
 
 def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str) -> LocalEngine:
@@ -145,6 +155,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         chunk=CHUNK,
         anchor_frames=facts.anchor_frames,
         hidden_rows=facts.hidden_rows,
+        drafts=facts.drafts,
     )
     cache = Cache(spec)
     capacity = cache.capacity()
@@ -156,7 +167,12 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
     limit = min(facts.max_length, capacity)
     for line in [*facts.notes, f"pool {facts.frames} frames, at most {limit:,} tokens a request"]:
         log.info(line)
-    scheduler = Scheduler(cache, slots=options.max_running, token_budget=options.token_budget)
+    scheduler = Scheduler(
+        cache,
+        slots=options.max_running,
+        token_budget=options.token_budget,
+        depth=Depth(facts.drafts),
+    )
     retention, reason = choose(gate_setup(options), CHUNK)
     info = EngineInfo(
         model=name,

@@ -87,20 +87,24 @@ class Choice:
         seq = self.sequence
         events: list[Event] = self.started(now)
         seq.scored += result.prompt_logprobs
-        if result.token is None:
+        if not result.tokens:
             done = seq.max_tokens == 0 and seq.computed == seq.known
             return events + ([self.finished("length", None, now)] if done else []), done
         if self.first is None:
             self.first = now
-        released, met = self.text.push(result.token) if self.text else ("", False)
-        events.append(TokenEvent(seq.choice, result.token, released, result.logprob))
-        end = seq.stop_reason()
-        if met:
-            assert self.text is not None
-            events.append(self.finished("stop", self.text.matched, now))
-        elif end is not None:
-            events.append(self.finished(*end, now))
-        return events, met or end is not None
+        known = seq.known - len(result.tokens)
+        for place, token in enumerate(result.tokens):
+            known += 1
+            released, met = self.text.push(token) if self.text else ("", False)
+            entry = result.logprobs[place] if result.logprobs else None
+            events.append(TokenEvent(seq.choice, token, released, entry))
+            end: tuple[str, int | str | None] | None = seq.stop_reason(known)
+            if met and self.text is not None:
+                end = "stop", self.text.matched
+            if end is not None:
+                seq.truncate(known)
+                return [*events, self.finished(*end, now)], True
+        return events, False
 
     def failed(self, error: str, now: float) -> Finished:
         """The last event after something broke; its text is not asked for any more."""

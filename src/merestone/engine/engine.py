@@ -30,10 +30,11 @@ from merestone.engine.api import (
 )
 from merestone.engine.choice import Choice, check
 from merestone.engine.report import Ages, cache_view, engine_stats
+from merestone.sched.flight import Outcome
 from merestone.sched.loss import lose_device
 from merestone.sched.plan import StepPlan, StepResult
 from merestone.sched.request import Sequence
-from merestone.sched.scheduler import Outcome, Scheduler
+from merestone.sched.scheduler import Scheduler
 
 LOST_STEPS = 3
 """Failed steps in a row from which on the engine calls itself failed; a good one takes it back."""

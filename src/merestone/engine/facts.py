@@ -12,7 +12,7 @@ class Facts:
     """What an engine must know of the device that runs its plans.
 
     They also travel here from the process of a rank. Lengths in tokens; ``notes`` are lines for
-    the start-up log.
+    the start-up log; ``drafts``: tokens proposed in a step, at most.
     """
 
     vocab_size: int
@@ -26,3 +26,4 @@ class Facts:
     anchor_frames: int
     hidden_rows: int
     notes: tuple[str, ...]
+    drafts: int = 0

@@ -1,4 +1,4 @@
-"""A plan in the making.
+"""A plan in the making, and what its result meant.
 
 Knows orders and works, and what must be remembered until the result arrives. Decides nothing.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from merestone.core.checkpoint import Checkpoint
 from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, check_disjoint
-from merestone.sched.plan import Admit, StepPlan, Work
+from merestone.sched.plan import Admit, StepPlan, Work, WorkResult
 from merestone.sched.request import Sequence
 
 
@@ -54,3 +54,12 @@ class Flight:
             works=tuple(self.works),
             after=tuple(self.after),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step meant for one sequence: sampled tokens, or a failure."""
+
+    sequence: Sequence
+    result: WorkResult | None
+    error: str | None = None

@@ -5,8 +5,8 @@ Knows the scheduler and the cache. Must not know why the device was lost.
 
 from __future__ import annotations
 
-from merestone.sched.flight import Flight
-from merestone.sched.scheduler import Outcome, Scheduler
+from merestone.sched.flight import Flight, Outcome
+from merestone.sched.scheduler import Scheduler
 
 
 def lose_device(scheduler: Scheduler, error: str) -> list[Outcome]:

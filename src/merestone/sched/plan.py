@@ -57,7 +57,9 @@ class Work(Struct, frozen=True, array_like=True):
                     |  open rows  |  computed by this work          |
                                                      |  open rows after it
 
-    ``sample`` draws the token of position ``end`` from the last hidden row.
+    ``sample`` draws the token of position ``end`` from the last hidden row. The pass also computes
+    rows [end, end + drafts) of the first ``drafts`` tokens that the slot has been proposed, and
+    draws on for as long as they are what it draws. Then ``propose`` more tokens are proposed.
     ``prompt_logprobs`` asks for the log probabilities of the given ids at rows [start, end): the
     ids at positions start + 1 .. ; the number is that of top alternatives.
     """
@@ -72,6 +74,8 @@ class Work(Struct, frozen=True, array_like=True):
     advance: int
     advance_frames: tuple[int, ...]
     sample: bool
+    drafts: int = 0
+    propose: int = 0
     prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
 
@@ -115,11 +119,12 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class WorkResult(Struct, frozen=True, array_like=True):
-    """What one work returned. ``token`` is None when nothing was sampled."""
+    """What one work returned: the ``tokens`` drawn, none if nothing was sampled, all but the last
+    of them accepted drafts. ``logprobs`` has an entry for each, or none at all."""
 
     slot: int
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 

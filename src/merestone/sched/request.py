@@ -30,6 +30,7 @@ class Sequence:
     case ``known == computed + 1``; an exact hit starts at ``computed == known`` and needs logits
     only. ``boundaries`` are where it is sealed, ascending: those of its prompt, and behind each
     accepted output that is a key of ``ends``. With a ``grid`` they are its multiples instead.
+    ``drafts`` ids past ``known`` are proposed, and lie on the device.
     """
 
     id: str
@@ -66,6 +67,11 @@ class Sequence:
     lost: str = ""
     admitted: bool = False
     preemptions: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    acceptance: float | None = None
+    """Drafts accepted a step, lately."""
     scored: list[TokenLogprob] = field(default_factory=list)
     """Log probabilities of prompt ids, as they come."""
 
@@ -76,6 +82,11 @@ class Sequence:
     @property
     def outputs(self) -> int:
         return self.known - self.prompt
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still be given."""
+        return self.max_tokens - self.outputs
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -98,13 +109,19 @@ class Sequence:
         if kind is not None:
             self.boundaries = (*self.boundaries, (self.known, kind))
 
-    def stop_reason(self) -> tuple[str, int | None] | None:
-        """("stop", id) or ("length", None) if the last accepted token ends the answer."""
-        if self.outputs and self.outputs >= self.params.min_tokens:
-            last = int(self.buffer[self.known - 1])
+    def truncate(self, known: int) -> None:
+        """The answer ends at ``known`` ids, in the middle of what a step drew."""
+        assert self.prompt < known <= self.known
+        self.known, self.computed = known, min(self.computed, known - 1)
+
+    def stop_reason(self, known: int) -> tuple[str, int | None] | None:
+        """("stop", id) or ("length", None) if the last of ``known`` ids ends the answer."""
+        outputs = known - self.prompt
+        if outputs and outputs >= self.params.min_tokens:
+            last = int(self.buffer[known - 1])
             if last in self.stop_ids:
                 return "stop", last
-        if self.outputs >= self.max_tokens:
+        if outputs >= self.max_tokens:
             return "length", None
         return None
 
@@ -116,7 +133,7 @@ class Sequence:
 
     def requeue(self) -> None:
         """Back to before admission; accepted outputs stay, as part of what is known."""
-        self.slot, self.computed, self.waits_for = -1, 0, None
+        self.slot, self.computed, self.drafts, self.waits_for = -1, 0, 0, None
         self.preemptions += 1
         self.scored.clear()
 

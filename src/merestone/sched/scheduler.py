@@ -7,17 +7,15 @@ the cache's verbs. Must not know tensors, text, clocks or ranks; a plan is all t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-import numpy as np
-
 from merestone.core.cache import Cache, Extension, Match, OutOfFrames
-from merestone.core.checkpoint import Checkpoint, Kind, State
+from merestone.core.checkpoint import Checkpoint, Kind
 from merestone.core.geometry import anchor_of
 from merestone.core.orders import LoadHidden, SaveHidden
 from merestone.core.policy import pass_end
-from merestone.sched.flight import Flight
+from merestone.sched.depth import Depth
+from merestone.sched.flight import Flight, Outcome
 from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
 from merestone.sched.queue import NO_MATCH, WaitingQueue
 from merestone.sched.request import Sequence
@@ -26,28 +24,23 @@ OVERTAKES = 64
 """Exact hits that may start before one that waits for frames."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step meant for one sequence: a sampled token, or a failure."""
-
-    sequence: Sequence
-    result: WorkResult | None
-    error: str | None = None
-
-
 class Scheduler:
     """Plans steps over one cache. One plan is in flight at a time.
 
-    ``slots``: sequences that run at once. ``token_budget``: rows of one step.
+    ``slots``: sequences that run at once. ``token_budget``: rows of one step. ``depth``: how many
+    drafts the device is asked for (None: it has no drafter).
     """
 
-    def __init__(self, cache: Cache, *, slots: int, token_budget: int) -> None:
+    def __init__(
+        self, cache: Cache, *, slots: int, token_budget: int, depth: Depth | None = None
+    ) -> None:
         if slots < 1:
             raise ValueError(f"slots must be at least 1, not {slots}")
         if token_budget < slots:
             raise ValueError(f"token budget {token_budget} is below the {slots} slots")
         self.cache = cache
         self.token_budget = token_budget
+        self.depth = depth or Depth()
         self.chunk = cache.spec.chunk
         self.waiting = WaitingQueue(cache)
         self.running: list[Sequence] = []
@@ -180,7 +173,7 @@ class Scheduler:
         tokens = tuple(seq.tokens.tolist())
         pages = self.cache.deltas(seq.lease)
         flight.admits.append(Admit(seq.slot, tokens, seq.prompt, seq.choice, seq.params, pages))
-        if origin is not None and seq.computed == seq.known:
+        if origin is not None:
             flight.before.append(LoadHidden(seq.slot, origin.at, *origin.hidden))
 
     def _schedule(self, flight: Flight) -> None:
@@ -192,13 +185,16 @@ class Scheduler:
         first, *rest = sorted(self.running, key=lambda s: s.rank) or (None,)
         if first is None:
             return
+        decoding = [seq for seq in self.running if seq.decoding]
+        budget = self.token_budget
+        alone = len(decoding) == len(self.running)
+        verified = self.depth.trim(decoding, budget if alone else budget // 2)
         decodes = [seq for seq in rest if seq.decoding]
         others = [seq for seq in rest if not seq.decoding]
         short = [seq for seq in others if seq.known - seq.computed <= self.chunk]
         long = [seq for seq in others if seq.known - seq.computed > self.chunk]
-        budget = self.token_budget
         wanted = sum(seq.known - seq.computed for seq in short)
-        room = budget - len(decodes) - min(wanted, budget // 2)
+        room = budget - verified - min(wanted, budget // 2)
         budget -= self._work(flight, first, max(room, 1))
         for seq in (*decodes, *short, *long):
             if seq.lease is not None:  # else it was preempted for one before it
@@ -214,8 +210,10 @@ class Scheduler:
             limit = min(end, start + budget)
             end = pass_end(start, limit, seq.known, self.chunk, seq.planned())
         anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
+        # Drafts may be rejected: no anchor swallows their rows.
         advance = max(anchor, anchor_of(end, self.chunk))
-        extension = self._extend(flight, seq, end, advance)
+        sample = end == seq.known and seq.max_tokens > 0
+        extension = self._extend(flight, seq, end, advance, self.depth.wanted(seq) * sample)
         if extension is None:
             return 0
         flight.before += extension.copies
@@ -230,14 +228,16 @@ class Scheduler:
                 anchor_frames=frames,
                 advance=advance,
                 advance_frames=extension.advance_frames,
-                sample=end == seq.known and seq.max_tokens > 0,
+                sample=sample,
+                drafts=extension.drafts,
+                propose=extension.ahead,
                 prompt_logprobs=seq.prompt_logprobs,
                 targets=seq.targets(start, end),
             )
         )
         flight.sequences.append(seq)
         self._seal(flight, seq, start, end)
-        return end - start
+        return end - start + extension.drafts
 
     def _seal(self, flight: Flight, seq: Sequence, start: int, end: int) -> None:
         """Seal the boundaries inside the pass's last open chunk, by truncation."""
@@ -251,13 +251,19 @@ class Scheduler:
 
     # -- when frames or slots are short ---------------------------------------------------------
 
-    def _extend(self, flight: Flight, seq: Sequence, end: int, advance: int) -> Extension | None:
+    def _extend(
+        self, flight: Flight, seq: Sequence, end: int, advance: int, ahead: int
+    ) -> Extension | None:
+        """Pages for rows below ``end`` and for its drafts; without those when frames are short."""
         assert seq.lease is not None
+        drafts = seq.drafts
         while True:
             try:
-                return self.cache.extend(seq.lease, end, advance, flight.now)
+                return self.cache.extend(seq.lease, end, advance, flight.now, drafts, ahead)
             except OutOfFrames:
-                if not self._make_way(flight, seq):
+                if drafts or ahead:
+                    drafts = ahead = 0
+                elif not self._make_way(flight, seq):
                     return None
 
     def _make_way(self, flight: Flight, seq: Sequence) -> bool:
@@ -332,12 +338,21 @@ class Scheduler:
             if work.slot in bad_slots:
                 outcomes += self._not_finite(seq)
                 continue
-            seq.computed = work.end
-            self.counters["rows"] += work.end - work.start
-            if entry.token is not None:
-                seq.append(entry.token)
+            self._advance(seq, work, entry)
             outcomes.append(Outcome(seq, entry))
         return outcomes
+
+    def _advance(self, seq: Sequence, work: Work, entry: WorkResult) -> None:
+        """Move the counters over a work's rows, its accepted drafts and what it drew."""
+        assert seq.lease is not None
+        accepted = max(0, len(entry.tokens) - 1)
+        seq.computed = work.end + accepted
+        self.cache.commit(seq.lease, seq.computed)
+        for token in entry.tokens:
+            seq.append(token)
+        seq.drafts = work.propose
+        self.counters["rows"] += work.end - work.start + work.drafts
+        self.depth.note(seq, work.drafts, accepted)
 
     def fail(self, error: str) -> list[Outcome]:
         """The step in flight was lost: nothing it sealed is published, its sequences end."""
@@ -368,18 +383,9 @@ class Scheduler:
         self.closing.append((seq, seq.slot, None))
         if origin is None:
             return [Outcome(seq, None, "the model computed a value that is not finite")]
-        for checkpoint in self._relatives(origin):
+        for checkpoint in self.cache.relatives(origin):
             self.cache.discard(checkpoint, "not_finite")
         seq.requeue()
         seq.matches = False
         self.waiting.add(seq)
         return []
-
-    def _relatives(self, origin: Checkpoint) -> list[Checkpoint]:
-        """Published checkpoints that hold a frame of ``origin``, itself among them."""
-        frames = origin.frames()
-        return [
-            other
-            for other in self.cache.checkpoints()
-            if other.state is State.PUBLISHED and bool(np.isin(other.frames(), frames).any())
-        ]

@@ -5,18 +5,20 @@ Knows ids. Must not know how they were drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
-def accepted(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many drafts equal the target's own tokens, counted up to the first that does not.
+def accept(drafts: Sequence[int], draw: Callable[[int], int]) -> tuple[int, ...]:
+    """The target's own tokens: the accepted drafts, and one more.
 
-    ``drafts`` are for positions n, n + 1, ...; ``tokens`` what the target drew for the same ones
-    and one more. The token after the accepted ones is the target's, drawn from the right prefix;
-    those behind it were drawn from a wrong one and mean nothing.
+    ``drafts`` are for positions n, n + 1, ...; ``draw(i)`` is what the target draws for n + i,
+    given that it drew the drafts before. It is called in order, up to the first token that is not
+    the draft: that one was still drawn from the right prefix, those behind it would not be. So
+    the tokens are those of a run without drafts, whatever the drafts are.
     """
-    assert len(tokens) == len(drafts) + 1, (len(tokens), len(drafts))
-    count = 0
-    while count < len(drafts) and drafts[count] == tokens[count]:
-        count += 1
-    return count
+    tokens: list[int] = []
+    for place in range(len(drafts) + 1):
+        tokens.append(draw(place))
+        if place == len(drafts) or tokens[place] != drafts[place]:
+            break
+    return tuple(tokens)

@@ -48,10 +48,12 @@ class Continuation:
     batch row of ``position - 1`` in this step's :class:`DraftRows`, -1 if that was observed before
     (never so with a lag). ``pages`` as in a Segment. ``params`` and ``choice`` key the noise that
     the target will add at a position: a drafter that adds the same agrees with it more often.
+    ``depth``: drafts wanted, at least one; there may be no page for more.
     """
 
     position: int
     token: int
+    depth: int
     row: int
     pages: dict[str, Tensor]
     params: SamplingParams
@@ -76,9 +78,10 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposed ids [S, depth] int64, a row for each continuation.
+    """Proposed ids [S, K] int64, a row for each continuation, K at least the largest depth wanted;
+    a row's ids past its own depth are ignored.
 
-    ``candidates`` and ``probabilities`` [S, depth, M]: the distribution that each id was drawn
+    ``candidates`` and ``probabilities`` [S, K, M]: the distribution that each id was drawn
     from, given the ids before it (0 outside). None: there was no chance in it.
     """
 
@@ -92,7 +95,7 @@ class Drafter(Protocol):
 
     ``depth``: tokens that it proposes at most. ``lag``: 1 if row p needs the id at p + 1, else 0;
     a pass over target rows [start, end) then has it observe [start - 1, end - 1), and row end - 1
-    too if a token was sampled: row start - 1 is observed twice, with the same content.
+    too if drafts are wanted: row start - 1 may be observed twice, with the same content.
     ``features``: target layers whose outputs it wants (lag 0 only).
     """
 
@@ -109,7 +112,7 @@ class Drafter(Protocol):
         """Keep what later proposals need of the committed rows. Called once a step."""
         ...
 
-    def propose(self, rows: DraftRows, state: StateViews, depth: int) -> Drafts:
-        """The next ``depth`` (1 to ``self.depth``) tokens of every continuation (one at least),
-        after ``observe`` of the same rows."""
+    def propose(self, rows: DraftRows, state: StateViews) -> Drafts:
+        """The next tokens of every continuation (there is one), after ``observe`` of the same
+        rows."""
         ...
