@@ -32,11 +32,21 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         budget=st.integers(4, 40),
         grid=st.sampled_from([0, 0, 1, 2]),
+        drafts=st.sampled_from([0, 0, 1, 3]),
+        accuracy=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
+        adaptive=st.booleans(),
     )
-    def build(self, frames, chunk, page, open_page, anchor_frames, slots, budget, grid):
-        spec = small_spec(frames, chunk, page, open_page, anchor_frames)
-        retention = f"aligned:{grid * chunk}" if grid else "boundaries"
-        self.h = Harness(spec, slots=slots, budget=budget, retention=retention)
+    def build(self, slots, budget, grid, drafts, accuracy, adaptive, frames, chunk, **sizes):
+        # Two more groups, and pages for drafts: more frames.
+        spec = small_spec(frames * (1 + (drafts > 0)), chunk, drafts=drafts, **sizes)
+        self.h = Harness(
+            spec,
+            slots=slots,
+            budget=budget,
+            retention=f"aligned:{grid * chunk}" if grid else "boundaries",
+            accuracy=accuracy,
+            adaptive=adaptive,
+        )
         self.sent: dict[str, tuple[list[int], Callable[[int], list[int]], int, Reply]] = {}
         self.aborted: set[str] = set()
         self.failed = False

@@ -18,10 +18,9 @@ def lose_device(scheduler: Scheduler, error: str) -> list[Outcome]:
     if scheduler.flight is None:  # lost between two steps
         scheduler.flight = Flight(scheduler.step)
     outcomes = scheduler.fail(error)
-    for _, _, sealed in scheduler.closing:
-        if sealed is not None:
-            cache.discard(sealed, "device_lost")
     # A slot of a lost device needs no order to be free; the plan says so once, to whoever comes.
-    scheduler.closing = [(seq, slot, None) for seq, slot, _ in scheduler.closing]
+    for _, _, sealed in scheduler.seals.late:
+        cache.discard(sealed, "device_lost")
+    scheduler.seals.late.clear()
     cache.reset()
     return outcomes

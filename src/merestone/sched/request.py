@@ -54,6 +54,8 @@ class Sequence:
     ends: Mapping[int, Kind] = field(default_factory=dict)
 
     computed: int = 0
+    passed: int = 0
+    """Rows that passes ended at; accepted drafts lie above."""
     slot: int = -1
     lease: Lease | None = None
     protects: Checkpoint | None = None
@@ -113,6 +115,7 @@ class Sequence:
         """The answer ends at ``known`` ids, in the middle of what a step drew."""
         assert self.prompt < known <= self.known
         self.known, self.computed = known, min(self.computed, known - 1)
+        self.boundaries = self.boundaries[: bisect_right(self.boundaries, known, key=_at)]
 
     def stop_reason(self, known: int) -> tuple[str, int | None] | None:
         """("stop", id) or ("length", None) if the last of ``known`` ids ends the answer."""
@@ -157,7 +160,7 @@ class Sequence:
         planned: whoever parts there next finds it. Closer, it would save less than it costs.
         """
         origin = found.checkpoint
-        self.computed = origin.at if origin else 0
+        self.computed = self.passed = origin.at if origin else 0
         if not self.admitted:
             self.admitted = True
             self.matched, self.lost, self.restored = found.known, found.lost, self.computed
@@ -170,16 +173,15 @@ class Sequence:
             junction = ((found.known, Kind.JUNCTION),)
             self.boundaries = self.boundaries[:place] + junction + self.boundaries[place:]
 
-    @property
-    def upcoming(self) -> tuple[tuple[int, Kind], ...]:
-        """Boundaries that it will still seal."""
+    def above(self, rows: int) -> tuple[tuple[int, Kind], ...]:
+        """Boundaries above ``rows`` tokens that it is to seal."""
         if not self.seals:
             return ()
-        return self.boundaries[bisect_right(self.boundaries, self.computed, key=_at) :]
+        return self.boundaries[bisect_right(self.boundaries, rows, key=_at) :]
 
     def planned(self) -> tuple[int, ...]:
-        """Token counts of those: a prefill pass must not overrun them."""
-        return tuple(at for at, _ in self.upcoming)
+        """Token counts of those yet to be reached: a prefill pass must not overrun them."""
+        return tuple(at for at, _ in self.above(self.computed))
 
 
 def _at(boundary: tuple[int, Kind]) -> int:

@@ -12,13 +12,14 @@ from heapq import heapify, heappop, heappush
 from merestone.core.cache import Cache, Extension, Match, OutOfFrames
 from merestone.core.checkpoint import Checkpoint, Kind
 from merestone.core.geometry import anchor_of
-from merestone.core.orders import LoadHidden, SaveHidden
+from merestone.core.orders import LoadHidden
 from merestone.core.policy import pass_end
 from merestone.sched.depth import Depth
 from merestone.sched.flight import Flight, Outcome
 from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
 from merestone.sched.queue import NO_MATCH, WaitingQueue
 from merestone.sched.request import Sequence
+from merestone.sched.seals import Seals
 
 OVERTAKES = 64
 """Exact hits that may start before one that waits for frames."""
@@ -44,7 +45,8 @@ class Scheduler:
         self.chunk = cache.spec.chunk
         self.waiting = WaitingQueue(cache)
         self.running: list[Sequence] = []
-        self.closing: list[tuple[Sequence, int, Checkpoint | None]] = []
+        self.seals = Seals(cache)
+        self.closing: list[int] = []
         self.free_slots = list(range(slots))
         heapify(self.free_slots)
         self.flight: Flight | None = None
@@ -66,14 +68,13 @@ class Scheduler:
         ``kind``: RESPONSE for a finished answer (all tokens but the last returned one), ALIGNED
         for an aborted one, so that a retry makes progress.
         """
-        assert seq.lease is not None
-        sealed = None
+        self.seals.overtaken(seq, self.step)
         if seq.seals and seq.resumable and not seq.grid:
             at = min(seq.computed, seq.known - 1) if kind is Kind.RESPONSE else seq.computed
             if at == seq.computed:
-                sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, self.step)
+                self.seals.here(seq, at, kind, self.step)
         self._leave(seq)
-        self.closing.append((seq, seq.slot, sealed))
+        self.closing.append(seq.slot)
 
     def abort(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it is. Its finished rows stay useful for a retry."""
@@ -106,10 +107,10 @@ class Scheduler:
         return plan
 
     def _close(self, flight: Flight) -> None:
-        for seq, slot, sealed in self.closing:
-            if sealed is not None:
-                flight.saves.append(SaveHidden(slot, sealed.at, *sealed.hidden))
-                flight.sealed.append((seq, sealed))
+        for seq in self.running:
+            self.seals.overtaken(seq, flight.now)
+        self.seals.order(flight)
+        for slot in self.closing:
             self._free(flight, slot)
         self.closing.clear()
 
@@ -236,18 +237,8 @@ class Scheduler:
             )
         )
         flight.sequences.append(seq)
-        self._seal(flight, seq, start, end)
+        self.seals.by_plan(flight, seq, start, end)
         return end - start + extension.drafts
-
-    def _seal(self, flight: Flight, seq: Sequence, start: int, end: int) -> None:
-        """Seal the boundaries inside the pass's last open chunk, by truncation."""
-        assert seq.lease is not None
-        for at, kind in seq.upcoming:
-            if start < at <= end and anchor_of(at, self.chunk) == seq.lease.anchor:
-                sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, flight.now)
-                if sealed is not None:
-                    flight.after.append(SaveHidden(seq.slot, at, *sealed.hidden))
-                    flight.sealed.append((seq, sealed))
 
     # -- when frames or slots are short ---------------------------------------------------------
 
@@ -274,7 +265,7 @@ class Scheduler:
             if other.rank > seq.rank and other not in flight.sequences
         ]
         if behind:
-            self._preempt(flight, max(behind, key=lambda s: s.rank), None)
+            self._preempt(flight, max(behind, key=lambda s: s.rank))
             return True
         return self.waiting.drop_protection()
 
@@ -288,19 +279,15 @@ class Scheduler:
             return False
         victim = max(worse, key=lambda s: (not s.resumable, s.rank))
         assert victim.lease is not None
-        sealed = None
         if (victim.seals or victim.matches) and victim.resumable and not victim.grid:
-            tokens, at = victim.tokens, victim.computed
-            sealed = self.cache.seal(victim.lease, tokens, at, Kind.ALIGNED, flight.now)
-        self._preempt(flight, victim, sealed)
+            self.seals.here(victim, victim.computed, Kind.ALIGNED, flight.now)
+            self.seals.order(flight)
+        self._preempt(flight, victim)
         return True
 
-    def _preempt(self, flight: Flight, seq: Sequence, sealed: Checkpoint | None) -> None:
-        """Back to the queue. Sealed, its rows are kept; unsealed, its frames become free."""
+    def _preempt(self, flight: Flight, seq: Sequence) -> None:
+        """Back to the queue. What was sealed of its rows is kept; its other frames become free."""
         self._leave(seq)
-        if sealed is not None:
-            flight.saves.append(SaveHidden(seq.slot, sealed.at, *sealed.hidden))
-            flight.sealed.append((seq, sealed))
         flight.unbind(seq.slot)
         self._free(flight, seq.slot)
         seq.requeue()
@@ -311,7 +298,7 @@ class Scheduler:
         """Nothing could run: the oldest starts over alone, without its match."""
         first = min([*self.running, *self.waiting.items], key=lambda s: s.rank)
         for seq in sorted(self.running, key=lambda s: s.rank, reverse=True):
-            self._preempt(flight, seq, None)
+            self._preempt(flight, seq)
         while self.waiting.drop_protection():
             pass
         self._start(flight, first, NO_MATCH)
@@ -362,7 +349,7 @@ class Scheduler:
         lost = list(self.running)
         for seq in lost:
             self._leave(seq)
-            self.closing.append((seq, seq.slot, None))
+            self.closing.append(seq.slot)
         return [Outcome(seq, None, error) for seq in lost]
 
     def skip(self) -> None:
@@ -380,7 +367,7 @@ class Scheduler:
         origin = seq.lease.origin
         self.counters["not_finite"] += 1
         self._leave(seq)
-        self.closing.append((seq, seq.slot, None))
+        self.closing.append(seq.slot)
         if origin is None:
             return [Outcome(seq, None, "the model computed a value that is not finite")]
         for checkpoint in self.cache.relatives(origin):
