@@ -84,10 +84,10 @@ def test_copy_on_write_follows_the_groups_geometry(shard: int, page: int, end: i
             hidden_bytes=12, offsets={(0, "latent"): 0}, cells={}, row_bytes={"full": 12},
             anchor_bytes=0,
         )  # fmt: skip
-        a = Arena(layout, (field,), 5, hidden_dtype=torch.float32, poison=True)
+        a = Arena(layout, (field,), 5, hidden_dtype=torch.float32, rank=rank)
         a.memory.copy_(torch.randint(0, 255, a.memory.shape, dtype=torch.uint8))
         before = a.memory.clone()
-        a.copy_rows(CopyRows("full", source=1, target=3, rows=within), rank)
+        a.copy_rows(CopyRows("full", source=1, target=3, rows=within))
         mine = [group.local_row(row) for row in range(within) if group.owner(row) == rank]
         expected = before.clone()
         for row in mine:

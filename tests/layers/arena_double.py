@@ -2,7 +2,8 @@
 
 Everything is NaN before it is written and again after it is given up; frames are handed out in a
 random order; a sequence may be forked, its pages shared up to a boundary and copied where it
-writes. Legal anchors: multiples of the chunk, advanced at once or late.
+writes. Legal anchors: multiples of the chunk, advanced at once or late. One arena is one rank's:
+with several, each makes the same choices.
 """
 
 from __future__ import annotations
@@ -14,17 +15,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from merestone.core.geometry import GroupSpec
 from merestone.layers.state import Batch, Field, Segment
 from merestone.models.interface import CHUNK, Model
+from merestone.parallel.tokens import Shards
 
 PAGES = {"open": 16, "full": 32}
 GROUPS = ("open", "full")
+RUN = 8
+"""Tokens that follow each other on a rank, where ranks share them."""
 
 
 class Arena:
-    """StateViews over ``frames`` frames of each home. Frame 0 is nobody's and stays NaN."""
+    """StateViews over ``frames`` frames of each home. Frame 0 is nobody's and stays NaN.
 
-    def __init__(self, fields: Rows[Field], frames: int, seed: int = 0) -> None:
+    ``ranks`` of them share the rows of full attention, this is number ``rank``."""
+
+    def __init__(
+        self, fields: Rows[Field], frames: int, seed: int = 0, ranks: int = 1, rank: int = 0
+    ) -> None:
+        self._shards = {
+            "open": Shards(GroupSpec("open", PAGES["open"])),
+            "full": Shards(GroupSpec("full", PAGES["full"], ranks, RUN), rank),
+        }
         self.source = torch.Generator().manual_seed(seed)
         self._rows: dict[tuple[int, str], Tensor] = {}
         self._home: dict[tuple[int, str], str] = {}
@@ -39,6 +52,12 @@ class Arena:
 
     def page(self, group: str) -> int:
         return PAGES[group]
+
+    def span(self, group: str) -> int:
+        return self._shards[group].spec.span
+
+    def shards(self, group: str) -> Shards:
+        return self._shards[group]
 
     def rows(self, layer: int, name: str) -> Tensor:
         return self._rows[layer, name]
@@ -62,9 +81,11 @@ class Arena:
     def copy(self, home: str, frame: int, rows: int) -> int:
         """A new frame with the first ``rows`` tokens of a page and NaN after them."""
         target = self.take(home)
+        shards = self._shards[home]
+        own = shards.spec.local_count(rows, shards.rank)
         for key in self._of(home):
             pages = self._rows[key]
-            count = rows * pages.shape[1] // PAGES[home]  # complete rows of a pooled field
+            count = own * pages.shape[1] // PAGES[home]  # complete rows of a pooled field
             pages[target, :count] = pages[frame, :count]
         return target
 
@@ -126,7 +147,7 @@ def _segment(arena: Arena, s: Sequence, row: int, end: int, advance: int) -> Seg
     first = {"open": max(s.length, advance), "full": s.length}
     tables = {}
     for group in GROUPS:
-        page, table = PAGES[group], s.pages[group]
+        page, table = arena.span(group), s.pages[group]
         for number in range(first[group] // page, -(-end // page)):
             if number not in table:
                 table[number] = arena.take(group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,20 @@ def text(count: int, seed: int) -> list[int]:
     return torch.randint(1, VOCAB, (count,), generator=source).tolist()
 
 
-def whole(model: Model, ids: list[int]) -> Tensor:
+Make = Callable[..., Arena]
+"""Makes an arena as its constructor does: a rank of several has its own way."""
+
+
+def whole(model: Model, ids: list[int], make: Make = Arena) -> Tensor:
     """Hidden rows of one pass, alone, in an arena of its own."""
-    return step(model, Arena(model.fields(), 64), [(Sequence(ids), len(ids))])[0]
+    return step(model, make(model.fields(), 64), [(Sequence(ids), len(ids))])[0]
 
 
-def in_parts(model: Model, ids: list[int], parts: list[int], seed: int = 0) -> Tensor:
+def in_parts(
+    model: Model, ids: list[int], parts: list[int], seed: int = 0, make: Make = Arena
+) -> Tensor:
     """Hidden rows of a pass cut into ``parts``, now and then with a late anchor."""
-    arena = Arena(model.fields(), 64, seed)
+    arena = make(model.fields(), 64, seed)
     sequence = Sequence(ids)
     out = []
     for i, count in enumerate(parts):
@@ -42,9 +50,11 @@ def cuts(total: int, most: int, seed: int) -> list[int]:
     return parts
 
 
-def in_company(model: Model, texts: list[list[int]], seed: int = 3) -> list[Tensor]:
+def in_company(
+    model: Model, texts: list[list[int]], seed: int = 3, make: Make = Arena
+) -> list[Tensor]:
     """Hidden rows of ragged sequences in one arena, in changing company and order."""
-    arena = Arena(model.fields(), 200)
+    arena = make(model.fields(), 200)
     sequences = [Sequence(ids) for ids in texts]
     got: list[list[Tensor]] = [[] for _ in texts]
     source = torch.Generator().manual_seed(seed)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from layers.schedules import cuts, in_company, in_parts, text, whole
+from layers.arena_double import Arena, Sequence, fork, step
+from layers.schedules import Make, cuts, in_company, in_parts, text, whole
 from merestone.models.config import Glm5NextConfig
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.kimi_config import KimiLinearConfig
@@ -101,25 +102,59 @@ def build(case: str, world: World = SINGLE) -> Glm5Next | KimiLinear:
     return KimiLinear(config, weights(case), dtype, world)
 
 
+def maker(world: World) -> Make:
+    return partial(Arena, ranks=world.dcp, rank=world.neighbours.rank)
+
+
 def logits(world: World, case: str, count: int) -> tuple[Tensor, Tensor]:
     """Hidden rows and logits of one pass over ``count`` tokens."""
     model = build(case, world)
-    hidden = whole(model, text(count, 1))
+    hidden = whole(model, text(count, 1), maker(world))
     return hidden, model.logits(hidden)
 
 
 def schedules(world: World, case: str) -> None:
     """Splits, single tokens, changing batch mates and late anchors: one pass's bits."""
-    model = build(case, world)
+    model, make = build(case, world), maker(world)
     ids = text(150, 1)
-    expected = whole(model, ids)
+    expected = whole(model, ids, make)
     assert torch.isfinite(expected).all()
     for seed, most in ((1, 70), (2, 20)):
-        assert torch.equal(in_parts(model, ids, cuts(150, most, seed), seed), expected)
+        assert torch.equal(in_parts(model, ids, cuts(150, most, seed), seed, make), expected)
     single = [61, *[1] * 9, 80]
-    assert torch.equal(in_parts(model, ids, single, 1), expected)
+    assert torch.equal(in_parts(model, ids, single, 1, make), expected)
     texts = [text(n, 10 + n) for n in (1, 5, 64, 130)]
-    for own, got in zip(texts, in_company(model, texts), strict=True):
-        assert torch.equal(got, whole(model, own))
+    for own, got in zip(texts, in_company(model, texts, make=make), strict=True):
+        assert torch.equal(got, whole(model, own, make))
     scores = model.logits(expected)
     assert torch.equal(model.logits(expected[5:22]), scores[5:22])
+
+
+def forks(world: World, case: str) -> None:
+    """Two continuations share pages with their parent up to a boundary inside a run of tokens and a
+    pool; whoever writes copies its rank's part first."""
+    model, make = build(case, world), maker(world)
+    head = text(101, 4)
+    texts = [head + text(40, 5 + i) for i in range(3)]
+    arena = make(model.fields(), 100)
+    parent = Sequence(texts[0])
+    step(model, arena, [(parent, 101)])
+    children = [fork(parent, ids) for ids in texts[1:]]
+    outs = step(model, arena, [(parent, 40)])
+    outs += step(model, arena, [(child, 40) for child in children])
+    for ids, out in zip(texts, outs, strict=True):
+        assert torch.equal(out, whole(model, ids, make)[101:])
+
+
+def broken(world: World) -> None:
+    """A key that is no number, on one rank, reaches its own sequence on all ranks, and no other."""
+    model, make = build("glm", world), maker(world)
+    texts = [text(120, seed) for seed in (40, 41)]
+    arena = make(model.fields(), 64)
+    sequences = [Sequence(ids) for ids in texts]
+    step(model, arena, [(s, 100) for s in sequences])
+    if world.rank == 0:
+        arena.rows(1, "pool")[sequences[1].pages["full"][0], 0] = float("nan")
+    outs = step(model, arena, [(s, 20) for s in sequences])
+    assert outs[1].isnan().all()
+    assert torch.equal(outs[0], whole(model, texts[0], make)[100:])

@@ -9,11 +9,18 @@ from merestone.parallel.world import SINGLE
 from parallel import passes
 from parallel.ranks import Ranks
 
-LAYOUTS = [(2, 1), (4, 1)]
+LAYOUTS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
 
-@pytest.mark.parametrize("case", passes.CASES)
-@pytest.mark.parametrize(("tp", "dcp"), LAYOUTS)
+# A bf16 sum over ranks and dense attention need no layout of their own each.
+SCHEDULES = [
+    *((tp, dcp, case) for tp, dcp in LAYOUTS for case in ("glm", "kimi")),
+    *((tp, dcp, "glm bf16") for tp, dcp in ((2, 1), (4, 4))),
+    *((tp, dcp, "glm dense") for tp, dcp in ((2, 2), (4, 2))),
+]
+
+
+@pytest.mark.parametrize(("tp", "dcp", "case"), SCHEDULES)
 def test_any_schedule_has_the_bits_of_one_pass(ranks: Ranks, tp: int, dcp: int, case: str) -> None:
     ranks.run(passes.schedules, tp, dcp, case)
 
@@ -28,3 +35,10 @@ def test_layouts_agree_but_for_rounding(ranks: Ranks, case: str) -> None:
             assert torch.equal(logits, answers[0][1])
             torch.testing.assert_close(hidden, alone, atol=2e-4, rtol=0)
             torch.testing.assert_close(logits, scores, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4)])
+def test_forks_share_pages_and_damage_stays_where_it_is(ranks: Ranks, tp: int, dcp: int) -> None:
+    ranks.run(passes.forks, tp, dcp, "glm")
+    ranks.run(passes.forks, tp, dcp, "kimi")
+    ranks.run(passes.broken, tp, dcp)

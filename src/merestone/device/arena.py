@@ -11,6 +11,7 @@ from torch import Tensor
 from merestone.core.orders import CopyRows
 from merestone.device.layout import Layout
 from merestone.layers.state import Field
+from merestone.parallel.tokens import Shards
 
 POISON = 0xFF
 """Fill byte of a poisoned arena: a NaN in every float format."""
@@ -20,7 +21,7 @@ class Arena:
     """[num_frames, frame_bytes] bytes; implements ``layers.state.StateViews``.
 
     ``hidden_dtype``: that of stored hidden rows. ``poison`` fills the memory with NaN, so that a
-    read of what nobody wrote shows.
+    read of what nobody wrote shows. ``rank``: which rows of groups that ranks share are here.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Arena:
         hidden_dtype: torch.dtype,
         device: str = "cpu",
         poison: bool = False,
+        rank: int = 0,
     ) -> None:
         self.layout = layout
         self.fields = {(field.layer, field.name): field for field in fields}
@@ -39,6 +41,9 @@ class Arena:
         if poison:
             self.memory.fill_(POISON)
         self.groups = {group.name: group for group in layout.groups}
+        self._shards = {
+            group.name: Shards(group, rank if group.shard > 1 else 0) for group in layout.groups
+        }
         self._flat = {
             dtype: self.memory.view(-1).view(dtype)
             for dtype in {field.dtype for field in fields} | {hidden_dtype}
@@ -80,6 +85,9 @@ class Arena:
     def page(self, group: str) -> int:
         return self.groups[group].page
 
+    def shards(self, group: str) -> Shards:
+        return self._shards[group]
+
     def rows(self, layer: int, name: str) -> Tensor:
         return self._views[layer, name]
 
@@ -93,9 +101,10 @@ class Arena:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def copy_rows(self, order: CopyRows, rank: int = 0) -> None:
+    def copy_rows(self, order: CopyRows) -> None:
         """Copy the rank's part of the first ``order.rows`` tokens of a page."""
-        count = self.groups[order.group].local_count(order.rows, rank)
+        shards = self._shards[order.group]
+        count = shards.spec.local_count(order.rows, shards.rank)
         for key, view in self._views.items():
             field = self.fields[key]
             if field.home == order.group:

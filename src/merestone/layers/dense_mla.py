@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from merestone.layers.mla import attend_all
+from merestone.layers.attend import attend_all, room
 from merestone.layers.spans import dense_spans
 from merestone.layers.state import Batch, Field, StateViews
 from merestone.layers.weights import Weights
 from merestone.ops.elementwise import rms_norm
 from merestone.ops.gemm import bmm, linear
 from merestone.parallel.products import summed_linear
+from merestone.parallel.tokens import join, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,14 @@ class DenseMlaLayer:
         )
         own = bmm(own.transpose(0, 1), self._absorb).transpose(0, 1)
         query = torch.cat([own, rest], 2)  # [N, H, kv_rank + shared_dim]
-        mixed = torch.empty_like(query)
+        shards = state.shards("full")
+        if not shards.whole:
+            query = join(query, self._world.neighbours)
+        mixed = room(query, shards)
         for group in plan.groups:
-            attend_all(group, query, pages, s.scale, mixed)
+            attend_all(group, query, pages, s.scale, shards, mixed)
+        if not shards.whole:
+            mixed = merge(mixed, self._world.neighbours)
         mixed = mixed[:, :, : s.kv_rank].transpose(0, 1)
         out = bmm(mixed, self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)

@@ -10,22 +10,27 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from merestone.layers.spans import Group, Spans, spans
+from merestone.layers.attend import BLOCK_ELEMENTS, attend_all, attend_chosen, gather, room
+from merestone.layers.spans import Spans, spans
 from merestone.layers.state import Batch, Field, Homes, StateViews
 from merestone.layers.weights import Weights
-from merestone.ops.attention import TILE, attend
+from merestone.ops.attention import TILE
 from merestone.ops.elementwise import layer_norm, rms_norm
 from merestone.ops.gemm import bmm, linear
-from merestone.ops.index import choose, members, pool, pool_scores
+from merestone.ops.index import (
+    candidates,
+    choose,
+    choose_candidates,
+    members,
+    pool,
+    pool_scores,
+)
 from merestone.parallel.products import summed_linear
+from merestone.parallel.tokens import join, merge
 
 _INDEX_EPS = 1e-6
 _TARGET = Homes()
-# Rows of (token, head) in one dense block, and elements of what a sparse block gathers or scores.
-_BLOCK_ROWS = 256
-_BLOCK_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Indexer:
     def __init__(
         self, shape: MlaShape, layer: int, prefix: str, weights: Weights, homes: Homes
     ) -> None:
+        self._neighbours = weights.world.neighbours
         self.shape = shape
         self.layer = layer
         self.homes = homes
@@ -97,20 +103,15 @@ class Indexer:
         raw, gate, weights = torch.split(linear(x, self._inputs), self._splits, 1)
         key = layer_norm(raw, self._norm, self._shift, _INDEX_EPS)
         keys, gates = self._keep("kk", key, plan, state), self._keep("ga", gate, plan, state)
-        pages = state.rows(self.layer, "pool")
         if plan.members.shape[0]:
+            pages = state.rows(self.layer, "pool")
             plan.pool_writes.write(pages, pool(keys, gates, self._positions))
         if not plan.sparse:
             return None
         query = linear(residual, self._query).float().view(-1, s.index_heads, s.index_dim)
         weights = weights.float() * s.index_heads**-0.5
-        chosen = torch.empty(x.shape[0], s.width, dtype=torch.int64)
-        for group in plan.sparse:
-            keys = gather(pages, group.frames, group.ends // s.index_pool, TILE)
-            room = _BLOCK_ELEMENTS // (keys.shape[0] * keys.shape[1] * s.index_heads)
-            for block in group.blocks(max(room, 8)):
-                block.put(chosen, self._choose(block, query, weights, keys))
-        return chosen
+        best = self._best(query, weights, plan, state)
+        return members(best, plan.seen // s.index_pool, s.index_pool, s.width)
 
     def _keep(self, name: str, rows: Tensor, plan: Spans, state: StateViews) -> Tensor:
         """Store raw rows; return those of the pools that become complete, [n, pool, dim]."""
@@ -119,12 +120,33 @@ class Indexer:
         plan.open_writes.write(view, rows[plan.kept])
         return table[plan.members]
 
-    def _choose(self, block: Group, query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    def _best(self, query: Tensor, weights: Tensor, plan: Spans, state: StateViews) -> Tensor:
+        """The sparse rows' best pools, [N, k] ascending. Other rows of it mean nothing.
+
+        Ranks that share the pools score their own, and then choose from all ranks' candidates.
+        """
         s = self.shape
-        scores = pool_scores(query[block.rows], weights[block.rows], keys)
-        complete = block.seen.flatten() // s.index_pool
-        best = choose(scores.flatten(0, 1), complete, s.index_topk // s.index_pool)
-        return members(best, complete, s.index_pool, s.width).view(*block.rows.shape, s.width)
+        shards, k = state.shards(self.homes.rows), s.index_topk // s.index_pool
+        pages = state.rows(self.layer, "pool")
+        best = torch.zeros(query.shape[0], k, dtype=torch.int64)
+        values = None if shards.whole else torch.zeros(query.shape[0], k)
+        for group in plan.sparse:
+            keys = gather(pages, group.frames, group.ends // s.index_pool, TILE)
+            size = BLOCK_ELEMENTS // (keys.shape[0] * keys.shape[1] * s.index_heads)
+            for block in group.blocks(max(size, 8)):
+                scores = pool_scores(query[block.rows], weights[block.rows], keys).flatten(0, 1)
+                complete = block.seen.flatten() // s.index_pool
+                if values is None:
+                    own = choose(scores, complete, k)
+                else:
+                    value, own = candidates(scores, complete, k)
+                    block.put(values, value.view(*block.rows.shape, k))
+                    own = shards.rows(own * s.index_pool) // s.index_pool
+                block.put(best, own.view(*block.rows.shape, k))
+        if values is not None:
+            every = join(values, self._neighbours), join(best, self._neighbours)
+            best = choose_candidates(*every, k)
+        return best
 
 
 class MlaLayer:
@@ -189,12 +211,19 @@ class MlaLayer:
         if self.indexer is not None:
             selection = self.indexer.forward(x, residual, plan, state)
         query = self.queries(residual)
-        mixed = torch.empty_like(query)  # [N, H, kv_rank]
+        shards = state.shards(self.homes.rows)
+        if not shards.whole:
+            query = join(query, self._world.neighbours)
+        mixed = room(query, shards)  # [N, H, kv_rank], parts have one more column
         for group in plan.dense:
-            attend_all(group, query, pages, s.scale, mixed)
-        for group in plan.sparse:
+            attend_all(group, query, pages, s.scale, shards, mixed)
+        if plan.sparse:
             assert selection is not None
-            self._sparse(group, selection, query, pages, mixed)
+            counts = (s.index_topk + plan.seen % s.index_pool)[:, None]
+            for group in plan.sparse:
+                attend_chosen(group, selection, counts, query, pages, s.scale, shards, mixed)
+        if not shards.whole:
+            mixed = merge(mixed, self._world.neighbours)
         return self.outputs(mixed), selection
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,58 +242,3 @@ class MlaLayer:
         out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(mixed.shape[0], -1).to(self._out.dtype)
         return summed_linear(out, self._out, self._world)
-
-    def _sparse(
-        self, group: Group, selection: Tensor, query: Tensor, pages: Tensor, mixed: Tensor
-    ) -> None:
-        """Rows that see chosen tokens and those of the open pool, in ascending order."""
-        s = self.shape
-        page = pages.shape[1]
-        # Many rows choose from the same keys: bring those together first.
-        keys = gather(pages, group.frames, group.ends, TILE)[0] if group.long else None
-        room = _BLOCK_ELEMENTS // (group.rows.shape[0] * s.width * s.kv_rank)
-        for block in group.blocks(max(room, 1)):
-            counts = (s.index_topk + block.seen % s.index_pool).view(-1, 1)
-            tokens = selection[block.rows].view(-1, s.width)
-            # No choice could be made from damaged keys: the row must not look as if it had.
-            damaged = tokens[:, :1] < 0
-            # Past a row's count the tokens are those of nobody: read token 0 instead.
-            tokens = tokens.masked_fill((torch.arange(s.width) >= counts) | damaged, 0)
-            if keys is not None:
-                chosen = keys.index_select(0, tokens.flatten())
-            else:
-                tokens = tokens.view(block.rows.shape[0], -1)
-                frames = block.frames.gather(1, tokens // page)
-                chosen = pages[frames, tokens % page].float()
-            q = query[block.rows.flatten()]
-            chosen = chosen.view(q.shape[0], s.width, s.kv_rank)
-            out = attend(q, chosen, counts.expand(-1, s.heads), s.scale)
-            out = out.masked_fill(damaged[:, :, None], float("nan"))
-            block.put(mixed, out.view(*block.rows.shape, s.heads, s.kv_rank))
-
-
-def attend_all(group: Group, query: Tensor, pages: Tensor, scale: float, mixed: Tensor) -> None:
-    """Rows that see all tokens before them: query [N, H, D] over the rows of pages
-    [num_frames, rows, D], into the same rows of ``mixed`` [N, H, D]."""
-    _, heads, width = query.shape
-    keys = gather(pages, group.frames, group.ends, TILE)
-    for block in group.blocks(max(_BLOCK_ROWS // heads, 1)):
-        count, rows = block.rows.shape
-        last = -(-int(block.seen.max()) // TILE) * TILE
-        q = query[block.rows].view(count, rows * heads, width)
-        seen = block.seen.repeat_interleave(heads, 1)
-        out = attend(q, keys[:, :last], seen, scale)
-        block.put(mixed, out.view(count, rows, heads, width))
-
-
-def gather(pages: Tensor, frames: Tensor, ends: Tensor, multiple: int) -> Tensor:
-    """The first ``ends`` rows of several sequences: [G, S, D] fp32, zero past the ends.
-
-    pages [num_frames, rows, D], frames [G, n], ends [G]; S is the next ``multiple`` of rows. What
-    lies past an end belongs to nobody and may be anything, NaN included.
-    """
-    keys = pages[frames].flatten(1, 2)
-    size = -(-max(int(ends.max()), 1) // multiple) * multiple
-    keys = pad(keys, (0, 0, 0, size - keys.shape[1])).float()
-    outside = torch.arange(size) >= ends[:, None]
-    return keys.masked_fill_(outside[:, :, None], 0.0)

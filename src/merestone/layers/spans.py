@@ -13,6 +13,7 @@ from torch import Tensor
 
 from merestone.layers.rows import Places, batch_rows, kept_rows, places
 from merestone.layers.state import Batch, Homes, Segment, StateViews
+from merestone.parallel.tokens import Shards
 
 # A segment with at most this many rows shares a group with others of its kind.
 _FEW = 8
@@ -25,7 +26,8 @@ class Group:
 
     ``frames`` [G, pages] of the segments (0 past their ends), ``ends`` [G] their lengths.
     ``rows`` [G, R] batch rows, ``seen`` [G, R] tokens that each sees. ``real`` [G, R] or None: a
-    segment with fewer rows repeats its last one. ``long``: one segment, with many rows.
+    segment with fewer rows repeats its last one. ``long``: one segment, with many rows. Where
+    ranks share the rows of a sequence, ``ends`` and ``seen`` count those held here.
     """
 
     frames: Tensor
@@ -59,15 +61,29 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Writes:
+    """``places`` of the batch's rows that this rank holds: ``rows`` of it, or None for all."""
+
+    rows: Tensor | None
+    places: Places
+
+    def write(self, view: Tensor, values: Tensor) -> None:
+        """``values`` [N, *shape] into a field's pages, as far as they belong here."""
+        self.places.write(view, values if self.rows is None else values[self.rows])
+
+
+@dataclass(frozen=True, slots=True)
 class Spans:
-    """``writes``: pages of all rows of the batch. ``kept``: batch rows that go to the open pages at
-    ``open_writes``. Pools completed by the step: ``members`` [n, pool], rows of a table whose first
-    rows are read at ``open_reads`` and whose others are the batch's; written at ``pool_writes``.
+    """``seen`` [N]: tokens that each row of the batch sees. ``writes``: its pages. ``kept``: batch
+    rows that go to the open pages at ``open_writes``. Pools completed by the step and held here:
+    ``members`` [n, pool], rows of a table whose first rows are read at ``open_reads`` and whose
+    others are the batch's; written at ``pool_writes``.
 
     ``dense``: rows that see all tokens before them. ``sparse``: rows that choose.
     """
 
-    writes: Places
+    seen: Tensor
+    writes: Writes
     kept: Tensor
     open_writes: Places
     open_reads: Places
@@ -82,7 +98,7 @@ class DenseSpans:
     """Without an index: ``writes``, pages of all rows of the batch; ``groups``, rows that see all
     tokens before them: every row."""
 
-    writes: Places
+    writes: Writes
     groups: tuple[Group, ...]
 
 
@@ -90,11 +106,11 @@ def dense_spans(batch: Batch, state: StateViews) -> DenseSpans:
     """The step's spans for attention without an index, from ``batch.scratch`` or built."""
     found = batch.scratch.get("dense_spans")
     if found is None:
-        page = state.page("full")
+        shards = state.shards("full")
         ordered = sorted(batch.segments, key=lambda s: s.row)
         found = batch.scratch["dense_spans"] = DenseSpans(
-            writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], "full", page),
-            groups=_groups([(s, s.start, s.end) for s in ordered], page, "full"),
+            writes=_writes(ordered, shards),
+            groups=_groups([(s, s.start, s.end) for s in ordered], shards),
         )
     assert isinstance(found, DenseSpans)
     return found
@@ -111,30 +127,53 @@ def spans(batch: Batch, state: StateViews, pool: int, limit: int, homes: Homes) 
 
 
 def _build(batch: Batch, state: StateViews, pool: int, limit: int, homes: Homes) -> Spans:
-    segments = batch.segments
-    page = state.page(homes.rows)
+    shards = state.shards(homes.rows)
+    page, run = shards.spec.page, shards.spec.interleave
+    # A pool's rows lie in one page of one rank, and open rows begin with a pool.
     assert batch.chunk % pool == page % pool == 0, (batch.chunk, page, pool)
-    ordered = sorted(segments, key=lambda s: s.row)
+    assert shards.whole or run % pool == 0, (run, pool)
+    ordered = sorted(batch.segments, key=lambda s: s.row)
     keep = kept_rows(ordered)
     dense = [(s, s.start, min(s.end, limit)) for s in ordered if s.start < limit]
     sparse = [(s, max(s.start, limit), s.end) for s in ordered if s.end > limit]
     open_reads, members, pool_writes = _pools(ordered, pool, state, homes)
     return Spans(
-        writes=places([(s, torch.arange(s.start, s.end)) for s in ordered], homes.rows, page),
+        seen=torch.cat([torch.arange(s.start, s.end) for s in ordered]) + 1,
+        writes=_writes(ordered, shards),
         kept=batch_rows(keep),
         open_writes=places(keep, homes.raw, state.page(homes.raw)),
         open_reads=open_reads,
         members=members,
         pool_writes=pool_writes,
-        dense=_groups(dense, page, homes.rows),
-        sparse=_groups(sparse, page, homes.rows),
+        dense=_groups(dense, shards),
+        sparse=_groups(sparse, shards),
     )
+
+
+def _writes(segments: list[Segment], shards: Shards) -> Writes:
+    """Where the new rows of segments (in the batch's order) go."""
+    every = [(s, torch.arange(s.start, s.end)) for s in segments]
+    if shards.whole:
+        return Writes(None, places(every, shards.spec.name, shards.spec.page))
+    held = [(s, at[shards.mine(at)]) for s, at in every]
+    return Writes(batch_rows(held), _own_places(held, shards))
+
+
+def _own_places(parts: list[tuple[Segment, Tensor]], shards: Shards) -> Places:
+    """Where rows that this rank holds lie."""
+    own = [(s, shards.own(at)) for s, at in parts]
+    return places(own, shards.spec.name, shards.spec.page)
 
 
 def _pools(
     segments: list[Segment], pool: int, state: StateViews, homes: Homes
 ) -> tuple[Places, Tensor, Places]:
-    """The pools that the step completes: ``open_reads``, ``members``, ``pool_writes`` of Spans."""
+    """The pools that the step completes: ``open_reads``, ``members``, ``pool_writes`` of Spans.
+
+    Open rows are on every rank: a pool's owner finds those of earlier steps, and the recurrent
+    layers, which share heads and not tokens, need the same page tables.
+    """
+    shards = state.shards(homes.rows)
     partial = [s.start % pool for s in segments]
     first_old, first_new = 0, sum(partial)
     members, firsts = [], []
@@ -144,26 +183,28 @@ def _pools(
         table = torch.cat([torch.arange(first_old, first_old + old), new])
         first_old += old
         complete = table.shape[0] // pool
-        members.append(table[: complete * pool].view(complete, pool))
-        firsts.append((s, (s.start // pool + torch.arange(complete)) * pool))
+        first = (s.start // pool + torch.arange(complete)) * pool
+        mine = shards.mine(first)
+        members.append(table[: complete * pool].view(complete, pool)[mine])
+        firsts.append((s, first[mine]))
     reads = [
         (s, torch.arange(s.start - old, s.start)) for s, old in zip(segments, partial, strict=True)
     ]
-    at = places(firsts, homes.rows, state.page(homes.rows))
+    at = _own_places(firsts, shards)
     old_rows = places(reads, homes.raw, state.page(homes.raw))
     return old_rows, torch.cat(members), Places(at.frames, at.rows // pool)
 
 
-def _frames(parts: list[tuple[Segment, int]], page: int, home: str) -> Tensor:
-    """Frames of ``home`` that hold the segments' first rows, [segments, pages]; else 0."""
-    counts = [-(-end // page) for _, end in parts]
+def _frames(parts: list[tuple[Segment, int]], shards: Shards) -> Tensor:
+    """Frames that hold the segments' first rows here, [segments, pages]; else 0."""
+    counts = [-(-own // shards.spec.page) for _, own in parts]
     frames = torch.zeros(len(parts), max(counts, default=0), dtype=torch.int64)
     for i, ((segment, _), count) in enumerate(zip(parts, counts, strict=True)):
-        frames[i, :count] = segment.pages[home][:count]
+        frames[i, :count] = segment.pages[shards.spec.name][:count]
     return frames
 
 
-def _groups(parts: list[tuple[Segment, int, int]], page: int, home: str) -> tuple[Group, ...]:
+def _groups(parts: list[tuple[Segment, int, int]], shards: Shards) -> tuple[Group, ...]:
     """Groups of (segment, first position, last position + 1)."""
     many = [[part] for part in parts if part[2] - part[1] > _FEW]
     # Neighbours in length share a group, so that little of its keys is padding.
@@ -178,12 +219,13 @@ def _groups(parts: list[tuple[Segment, int, int]], page: int, home: str) -> tupl
         shift = torch.tensor([s.row - s.start for s, _, _ in bundle])
         counts = torch.tensor([last - first for _, first, last in bundle])
         even = all(last - first == width for _, first, last in bundle)
+        own = [shards.spec.local_count(last, shards.rank) for _, _, last in bundle]
         groups.append(
             Group(
-                frames=_frames([(s, last) for s, _, last in bundle], page, home),
-                ends=torch.tensor([last for _, _, last in bundle]),
+                frames=_frames([(s, n) for (s, _, _), n in zip(bundle, own, strict=True)], shards),
+                ends=torch.tensor(own),
                 rows=at + shift[:, None],
-                seen=at + 1,
+                seen=shards.held(at + 1),
                 real=None if even else torch.arange(width) < counts[:, None],
                 long=width > _FEW,
             )

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from merestone.parallel.tokens import Shards
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -68,7 +70,11 @@ class StateViews(Protocol):
     """The arena as layers see it."""
 
     def page(self, group: str) -> int:
-        """Tokens a page of ``group`` holds."""
+        """Rows that a page of ``group`` holds on this rank."""
+        ...
+
+    def shards(self, group: str) -> Shards:
+        """Which rows of ``group`` this rank holds."""
         ...
 
     def rows(self, layer: int, name: str) -> Tensor:

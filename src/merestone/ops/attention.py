@@ -36,6 +36,31 @@ def attend(
     Returns:
         [G, M, L] fp32.
     """
+    mixed, total, _ = _weighted(q, keys, seen, scale, values, first)
+    return mixed.div_(total)
+
+
+def attend_part(q: Tensor, keys: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """:func:`attend` over a part of the keys, with the log-sum-exp [G, M] of the scores.
+
+    ``seen`` may be 0: the row is then zero and its log-sum-exp -inf.
+    """
+    mixed, total, highest = _weighted(q, keys, seen, scale)
+    none = total == 0.0
+    # The best key's weight is 1. (log1p: a plain log is not known to ignore an element's place.)
+    lse = (total - 1.0).log1p_().add_(highest).masked_fill_(none, float("-inf"))
+    return mixed.div_(total.masked_fill(none, 1.0)), lse[:, :, 0]
+
+
+def _weighted(
+    q: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    scale: float,
+    values: Tensor | None = None,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted values [G, M, L], weights' sum [G, M, 1] and the highest score [G, M, 1] (or 0)."""
     groups, rows, dim = q.shape
     count = keys.shape[1] // TILE
     assert keys.shape[1] % TILE == 0, keys.shape
@@ -49,12 +74,14 @@ def attend(
     scores.masked_fill_(column >= seen[:, None, :, None], float("-inf"))
     if first is not None:
         scores.masked_fill_(column < first[:, None, :, None], float("-inf"))
-    weights = (scores - scores.amax((1, 3), keepdim=True)).exp_()
+    highest = scores.amax((1, 3), keepdim=True)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = (scores - highest).exp_()
     total = in_order(weights.sum(-1, keepdim=True))
     if values is not None:
         tiles = values.reshape(groups * count, TILE, dim)
     mixed = bmm(weights.view(-1, rows, TILE), tiles).view(groups, count, rows, dim)
-    return in_order(mixed).div_(total)
+    return in_order(mixed), total, highest[:, 0]
 
 
 def in_order(parts: Tensor) -> Tensor:

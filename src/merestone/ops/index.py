@@ -47,8 +47,9 @@ def pool_scores(q: Tensor, weights: Tensor, pools: Tensor) -> Tensor:
 def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
     """The ``k`` best of each row's first ``complete`` pools, ascending: [R, P], [R] -> [R, k].
 
-    Among equal scores the lowest pools are taken. ``complete`` is at least ``k``. A row with a
-    score that is not a number has no best ones: it gets -1.
+    Among equal scores the lowest pools are taken. A row with fewer than ``k`` pools fills up with
+    what follows them; P is at least ``k``. A row with a score that is not a number has no best
+    ones: it gets -1.
     """
     lowest = float("-inf")
     outside = torch.arange(scores.shape[1]) >= complete[:, None]
@@ -62,6 +63,33 @@ def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
     taken = above | (equal & (equal.cumsum(1) <= wanted))
     best: Tensor = taken.nonzero()[:, 1].view(-1, k)
     return best.masked_fill((unknown & ~outside).any(1, keepdim=True), -1)
+
+
+def candidates(scores: Tensor, complete: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best of a part of the pools, to be compared with other parts': their scores and
+    places, [R, P], [R] -> [R, k] twice.
+
+    Among equal scores the lowest places are taken, which are the only ones that the whole choice
+    can want. A row with fewer pools fills up with -inf; a row with a NaN gets NaN.
+    """
+    scores = torch.nn.functional.pad(scores, (0, max(k - scores.shape[1], 0)))
+    best = choose(scores, complete, k)
+    damaged = best < 0
+    best = best.masked_fill(damaged, 0)
+    values = scores.gather(1, best).masked_fill(best >= complete[:, None], float("-inf"))
+    return values.masked_fill(damaged, float("nan")), best
+
+
+def choose_candidates(scores: Tensor, pools: Tensor, k: int) -> Tensor:
+    """The ``k`` best of all parts' candidates, ascending: scores and pools [R, n] -> [R, k].
+
+    The same choice as :func:`choose` among all pools: ties go to the lowest, NaN gives -1.
+    """
+    ordered, places = pools.sort(dim=1, stable=True)
+    count = torch.full((scores.shape[0],), scores.shape[1])
+    best = choose(scores.gather(1, places), count, k)
+    chosen: Tensor = ordered.gather(1, best.clamp(min=0))
+    return chosen.masked_fill(best < 0, -1)
 
 
 def members(pools: Tensor, complete: Tensor, size: int, width: int) -> Tensor:
