@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from merestone.core.geometry import GroupSpec
 from merestone.layers.state import Batch, Field, Segment
 from merestone.models.interface import CHUNK, Model
+from merestone.parallel.tokens import Shards
 
 PAGES = {"open": 16, "full": 64}
 """Tokens of a page. Others than an engine's, which must not matter."""
@@ -46,6 +48,9 @@ class PlainState:
 
     def page(self, group: str) -> int:
         return PAGES[group]
+
+    def shards(self, group: str) -> Shards:
+        return Shards(GroupSpec(group, PAGES[group]))
 
     def rows(self, layer: int, name: str) -> Tensor:
         return self._rows[layer, name]

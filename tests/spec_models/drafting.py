@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from merestone.core.geometry import GroupSpec
 from merestone.layers.state import Batch, Segment
 from merestone.models.interface import CHUNK
+from merestone.parallel.tokens import Shards
 from merestone.sched.plan import SamplingParams
 from merestone.spec.interface import Continuation, Drafter, DraftRows
 
@@ -38,6 +40,9 @@ class Pages:
     def page(self, group: str) -> int:
         assert group in self.groups
         return PAGE
+
+    def shards(self, group: str) -> Shards:
+        return Shards(GroupSpec(group, self.page(group)))
 
     def rows(self, layer: int, name: str) -> Tensor:
         return self._rows[layer, name]
