@@ -139,7 +139,7 @@ def step(
                 features.append(text.features[start:end])
         if wants:
             last = row + end - start - 1 if start < end else -1
-            wanting.append(Continuation(end, text.ids[end], last, table, text.params, 0))
+            wanting.append(Continuation(end, text.ids[end], depth, last, table, text.params, 0))
         row += max(end - start, 0)
         text.done = end
     positions = [torch.arange(s.start, s.end) for s in segments]
@@ -162,4 +162,4 @@ def step(
     drafter.observe(rows, pages)
     if not wanting:
         return []
-    return drafter.propose(rows, pages, depth).ids.tolist()
+    return drafter.propose(rows, pages).ids.tolist()

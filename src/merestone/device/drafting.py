@@ -65,7 +65,7 @@ class Drafting:
             slot, work = entry.slot, entry.work
             first, end = self._bounds(entry)
             if first < end:
-                segments.append(slot.draft_segment(count, first, end))
+                segments.append(slot.draft_segment(work, count, first, end))
                 tokens.append(slot.next_ids(first, end))
                 if first < work.start:
                     assert slot.before is not None

@@ -89,7 +89,8 @@ class Slot:
             advance_frames=torch.tensor(work.advance_frames, dtype=torch.int64),
         )
 
-    def draft_segment(self, row: int, start: int, end: int) -> Segment:
-        """Rows [start, end) of a drafter, which has no anchors."""
+    def draft_segment(self, work: Work, row: int, start: int, end: int) -> Segment:
+        """Rows [start, end) of a drafter, which has no anchors: those of the target say which of
+        its pages are there."""
         none = torch.zeros(0, dtype=torch.int64)
-        return Segment(row, start, end, self.tables, 0, none, 0, none)
+        return Segment(row, start, end, self.tables, work.anchor, none, work.advance, none)

@@ -53,8 +53,9 @@ class DFlashDrafter:
         self.draft.keep(rows.features[at], positions, where, state)
 
     @torch.inference_mode()
-    def propose(self, rows: DraftRows, state: StateViews, depth: int) -> Drafts:
+    def propose(self, rows: DraftRows, state: StateViews) -> Drafts:
         wanting, config = rows.continuations, self.draft.config
+        depth = max(c.depth for c in wanting)
         positions = torch.tensor([c.position for c in wanting])
         blocks = self.draft.blocks(positions, [c.pages[GROUP] for c in wanting], state.page(GROUP))
         ids = torch.full((len(wanting), config.block), config.mask_id)

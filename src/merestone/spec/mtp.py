@@ -60,8 +60,9 @@ class MtpDrafter:
         )
 
     @torch.inference_mode()
-    def propose(self, rows: DraftRows, state: StateViews, depth: int) -> Drafts:
+    def propose(self, rows: DraftRows, state: StateViews) -> Drafts:
         wanting = rows.continuations
+        depth = max(c.depth for c in wanting)
         observed = rows.batch.scratch["mtp"]
         assert isinstance(observed, _Observed)
         at = torch.tensor([c.row for c in wanting])
