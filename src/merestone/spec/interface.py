@@ -65,10 +65,11 @@ class DraftRows:
     """What a step committed, sequence after sequence, and who wants drafts.
 
     ``batch`` has one segment for each sequence with rows to observe; of a windowed group there are
-    pages from the row ``window + lag`` below the segment's ``advance`` on only. ``batch.tokens`` [N] are the
-    *next* ids (row p has that of p + 1; -1 where it is not known, only without a lag), its scratch
-    is the drafter's, from ``observe`` to ``propose``. ``hidden`` [N, D] are the target's rows after
-    its final norm, ``features`` [N, taps * D] what the tapped layers gave, None without taps.
+    pages from the row ``window + lag`` below the segment's ``advance`` on only. ``batch.tokens``
+    [N] are the *next* ids (row p has that of p + 1; -1 where it is not known, only without a lag),
+    its scratch is the drafter's, from ``observe`` to ``propose``. ``hidden`` [N, D] are the
+    target's rows after its final norm, ``features`` [N, taps * D] what the tapped layers gave, None
+    without taps.
     """
 
     batch: Batch
