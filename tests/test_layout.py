@@ -11,12 +11,14 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "merestone"
 DEVICE_SIDE = ["ops", "parallel", "layers", "models", "spec", "device"]
-SHARED = {"merestone.sched.plan", "merestone.core.orders", "merestone.core.geometry"}
+STORE = {"merestone.store.lane", "merestone.store.manifest", "merestone.store.tier"}
+SHARED = STORE | {"merestone.sched.plan", "merestone.core.orders", "merestone.core.geometry"}
 MAY_IMPORT = {
     "core": {"core"},
     "sched": {"sched", "core"},
     **{room: set(DEVICE_SIDE[: i + 1]) for i, room in enumerate(DEVICE_SIDE)},
-    "engine": {"engine", "sched", "core", "device", "spec", "models"},
+    "engine": {"engine", "sched", "core", "store", "device", "spec", "models"},
+    "store": {"store", "core", "sched"},
     "serve": {"serve", "engine", "probe"},
     "probe": {"probe"},
 }
@@ -25,7 +27,7 @@ EXTRA = {
     "serve": {"merestone.models.tiny", "merestone.models.loader", "merestone.sched.plan"},
     "engine": set[str](),
 }
-NO_TORCH = ("core", "sched", "serve", "probe")
+NO_TORCH = ("core", "sched", "store", "serve", "probe")
 
 
 def imports(path: Path) -> list[tuple[str, int]]:

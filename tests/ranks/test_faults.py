@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fake_device import VOCAB, oracle
-from merestone.engine.engine import DeviceLost
+from merestone.engine.device import DeviceLost
 from ranks.ranked import Ranked
 
 PROMPT = [i % VOCAB for i in range(100)]

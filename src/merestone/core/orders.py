@@ -51,14 +51,15 @@ class PageDelta(Struct, frozen=True, array_like=True):
 class Segment(Struct, frozen=True, array_like=True):
     """One part of a checkpoint, as stores keep it, and where it lies in the arena.
 
-    ``address`` names its content. ``part`` is a group (of whose page the first ``index`` tokens
-    are meant), "anchor" (its ``index``-th frame) or "hidden" (row ``index`` of a slab).
+    ``address`` names its content. ``part`` is a group (of whose page tokens [first, last) are
+    meant), "anchor" (its ``first``-th frame) or "hidden" (row ``first`` of a slab).
     """
 
     address: str
     part: str
     frame: int
-    index: int
+    first: int
+    last: int
 
 
 class Export(Struct, frozen=True, array_like=True, tag=True):
@@ -71,20 +72,20 @@ class Export(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag=True):
-    """Read segments from a tier into host memory, and keep them there under ``ticket``.
+    """Read segments (of no frame yet) from a tier into host memory, kept there under ``ticket``.
 
     ``sums[rank]`` are the checksums that the segments of that rank must have.
     """
 
     ticket: int
     tier: int
-    addresses: tuple[str, ...]
+    segments: tuple[Segment, ...]
     sums: tuple[tuple[bytes, ...], ...]
 
 
 class Import(Struct, frozen=True, array_like=True, tag=True):
-    """Write what was fetched under ``ticket`` into frames, which nothing else in the plan
-    touches. After the ``last`` slice it is not kept in host memory any more."""
+    """Write the next segments fetched under ``ticket`` into frames that nothing else in the plan
+    touches. After the ``last`` of them nothing is kept in host memory any more."""
 
     ticket: int
     segments: tuple[Segment, ...]

@@ -14,6 +14,7 @@ from torch import Tensor
 from merestone.core.orders import CopyRows, LoadHidden, SaveHidden
 from merestone.device.arena import Arena
 from merestone.device.drafting import Drafting, Drawn
+from merestone.device.porter import Porter
 from merestone.device.slots import Slot
 from merestone.layers.state import Batch
 from merestone.models.interface import CHUNK, Model
@@ -46,6 +47,7 @@ class Runner:
         self.drafting = Drafting(drafter, arena, CHUNK) if drafter else None
         self.slots: dict[int, Slot] = {}
         self.groups = tuple(arena.groups)
+        self.porter: Porter | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -60,7 +62,9 @@ class Runner:
         bad_saves += [key for order in plan.after for key in self._save(order)]
         results = self._sample(plan.works, done.bad)
         self._draft(plan.works, results, done)
-        return StepResult(plan.step, tuple(results), tuple(bad_saves), tuple(sorted(done.bad)))
+        reports = self.porter.obey(plan.stores) if self.porter else ()
+        bad_slots = tuple(sorted(done.bad))
+        return StepResult(plan.step, tuple(results), tuple(bad_saves), bad_slots, reports)
 
     # -- copies ---------------------------------------------------------------------------------
 

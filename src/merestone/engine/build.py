@@ -15,15 +15,22 @@ from merestone.core.cache import Cache, CacheSpec
 from merestone.core.gate import Setup, choose, table
 from merestone.device.arena import Arena
 from merestone.device.layout import plan_layout
+from merestone.device.porter import Porter
 from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
-from merestone.engine.engine import Device, LocalEngine
+from merestone.engine.device import Device
+from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
+from merestone.engine.outside import identity_of, open_stores, open_tiers
+from merestone.models.fingerprint import fingerprint
 from merestone.models.interface import CHUNK, Model
 from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.sched.depth import Depth
 from merestone.sched.scheduler import Scheduler
 from merestone.spec.interface import Drafter
+from merestone.store.desk import StoreSettings
+from merestone.store.lane import Bell
+from merestone.store.options import parse_store
 
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,6 +45,7 @@ class EngineOptions:
     "random" makes weights in memory, the same ones every time, for measurements at true sizes
     (the directory then needs config.json and a tokenizer only). ``page`` None chooses the page
     size. ``frames`` overrides what ``memory`` would give. ``retention``: see ``core/gate.py``.
+    ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
     """
 
     dtype: str | None = None
@@ -51,6 +59,8 @@ class EngineOptions:
     page: int | None = None
     frames: int | None = None
     poison: bool = False
+    stores: tuple[str, ...] = ()
+    store_wait: float = 2.0
 
 
 def build_engine(directory: Path, options: EngineOptions, name: str | None = None) -> LocalEngine:
@@ -70,7 +80,8 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     torch.set_num_threads(options.threads or default_threads(directory, options.load_format))
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = load_model(directory, dtype, options.max_model_len, options.load_format)
-    return assemble(model, options, name or directory.name)
+    weights = fingerprint(directory, options.load_format) if options.stores else ""
+    return assemble(model, options, name or directory.name, weights=weights)
 
 
 def gate_setup(options: EngineOptions) -> Setup:
@@ -101,11 +112,27 @@ def default_threads(directory: Path, load_format: str = "auto") -> int:
 
 
 def assemble(
-    model: Model, options: EngineOptions, name: str, drafter: Drafter | None = None
+    model: Model,
+    options: EngineOptions,
+    name: str,
+    drafter: Drafter | None = None,
+    weights: str = "unnamed",
 ) -> LocalEngine:
-    """An engine around a loaded model, in this process."""
+    """An engine around a loaded model, in this process. Stores know the model as ``weights``."""
+    specs = [parse_store(text) for text in options.stores]
     runner, facts = build_rank(model, options, drafter)
-    return engine_over(runner, facts, options, name)
+    engine = engine_over(runner, facts, options, name)
+    if specs:
+        tiers = open_tiers(specs)
+        bell = Bell()
+        runner.porter = Porter(runner.arena, tiers, 0, bell.ring)
+        stores = open_stores(
+            engine.cache, specs, tiers, identity_of(weights, facts, 1),
+            StoreSettings(wait_s=options.store_wait), engine.retention, bell,
+        )  # fmt: skip
+        stores.closing += [runner.porter.close, *(tier.close for tier in tiers)]
+        engine.attach(stores)
+    return engine
 
 
 def build_rank(
@@ -138,6 +165,7 @@ def build_rank(
         hidden_rows=layout.hidden_rows,
         notes=tuple(layout.explain()),
         drafts=drafter.depth if drafter else 0,
+        layout=repr(fields),
     )
     return Runner(model, arena, drafter), facts
 

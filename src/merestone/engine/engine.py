@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,44 +29,20 @@ from merestone.engine.api import (
     Stats,
 )
 from merestone.engine.choice import Choice, check
+from merestone.engine.device import Attendant, Device, DeviceLost
+from merestone.engine.flush import flush
 from merestone.engine.report import Ages, cache_view, engine_stats
 from merestone.sched.flight import Outcome
 from merestone.sched.loss import lose_device
-from merestone.sched.plan import StepPlan, StepResult
 from merestone.sched.request import Sequence
 from merestone.sched.scheduler import Scheduler
+from merestone.store.stores import Stores
 
 LOST_STEPS = 3
 """Failed steps in a row from which on the engine calls itself failed; a good one takes it back."""
 
 log = logging.getLogger("merestone.engine")
 Answer = TypeVar("Answer")
-
-
-class DeviceLost(RuntimeError):
-    """The device, and whatever its memory held, is gone."""
-
-
-class Device(Protocol):
-    """Whatever obeys plans: the real runner, all ranks together, or a double in tests.
-
-    A failed step raises, and the next one may succeed; after DeviceLost none does until whoever
-    made the device says so (`LocalEngine.device_back`).
-    """
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-
-class Attendant(Protocol):
-    """Who keeps a device that can be lost: the ranks' processes."""
-
-    def report(self) -> dict[str, object]:
-        """For ``/health``."""
-        ...
-
-    def close(self) -> None:
-        """The engine has ended."""
-        ...
 
 
 class LocalEngine:
@@ -109,6 +85,16 @@ class LocalEngine:
         """Why the device runs no plans for now."""
         self.attendant: Attendant | None = None
         self.thread: threading.Thread | None = None
+
+    def attach(self, stores: Stores) -> None:
+        """Keep checkpoints in stores, too. Before the start."""
+        stores.shared = lambda root: root not in self.private
+        stores.bell.wake = self._ring
+        self.scheduler.outside = stores
+
+    def _ring(self) -> None:
+        with self.wake:
+            self.wake.notify()
 
     # -- front: any thread ----------------------------------------------------------------------
 
@@ -210,20 +196,31 @@ class LocalEngine:
     # -- the loop -------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        idle = False
         while True:
             with self.wake:
-                while not (self.inbox or self._ready() or self.stopping):
-                    self.wake.wait()
+                self._rest(idle)
             try:
                 if not self.stopping:
                     self.take()
-                    self.step()
+                    idle = not self.step()
             except Exception as error:
                 # Nothing is trusted after a failure in deciding: end, say so, publish nothing.
                 log.exception("the engine stopped")
                 self.broken = f"{type(error).__name__}: {error}"
             if self.stopping or self.broken is not None:
                 self._close()
+                return
+
+    def _rest(self, idle: bool) -> None:
+        """Wait, holding ``wake``, until there is something to do. ``idle``: the last plan was
+        empty, so whoever waits then waits for a store."""
+        while not (self.inbox or self.stopping):
+            if self._ready() and not (idle and self.scheduler.outside.holding):
+                return
+            rest = None if self.down else self.scheduler.outside.rest()
+            self.wake.wait(rest)
+            if rest is not None:
                 return
 
     def take(self) -> None:
@@ -241,11 +238,15 @@ class LocalEngine:
             except Exception:
                 log.exception("an action failed while the engine stopped")
         self._end_all()
+        if not (self.broken or self.down):
+            flush(self.scheduler, self.step, self.clock)
+        self.scheduler.outside.close()
 
     def step(self) -> bool:
         """Plan, run and report one step. False if there was nothing to do."""
         if self.down is not None:
             return False
+        self.scheduler.outside.tick(self.clock())
         plan = self.scheduler.plan()
         if plan.empty:
             self.scheduler.skip()

@@ -27,3 +27,5 @@ class Facts:
     hidden_rows: int
     notes: tuple[str, ...]
     drafts: int = 0
+    layout: str = ""
+    """Every field of the state, in words: what two layouts must share to read each other's rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from merestone.core.checkpoint import Checkpoint
-from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, check_disjoint
+from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, StoreOrder, check_disjoint
 from merestone.sched.plan import Admit, StepPlan, Work, WorkResult
 from merestone.sched.request import Sequence
 
@@ -24,6 +24,8 @@ class Flight:
     before: list[CopyRows | LoadHidden] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     after: list[SaveHidden] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+    poll: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     sealed: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
 
@@ -53,6 +55,8 @@ class Flight:
             before=tuple(self.before),
             works=tuple(self.works),
             after=tuple(self.after),
+            stores=tuple(self.stores),
+            poll=self.poll,
         )
 
 

@@ -131,13 +131,16 @@ class WorkResult(Struct, frozen=True, array_like=True):
 class StoreReport(Struct, frozen=True, array_like=True):
     """What became of one store order on one rank: ``error`` is a word, empty if it is done.
 
-    ``sums`` are the checksums of an export's segments, in their order.
+    ``sums`` and ``sizes`` are the checksums and bytes of an export's segments, in their order;
+    ``segment`` is the address of the one that an error is about, where it is about one.
     """
 
     ticket: int
     rank: int
     error: str = ""
     sums: tuple[bytes, ...] = ()
+    sizes: tuple[int, ...] = ()
+    segment: str = ""
 
 
 class StepResult(Struct, frozen=True, array_like=True):
@@ -145,7 +148,7 @@ class StepResult(Struct, frozen=True, array_like=True):
 
     ``bad_saves`` names the (frame, row) of saved hidden rows whose state was not finite, in
     ``saves`` or ``after``; ``bad_slots`` the slots whose logits or states were not finite.
-    ``reports``: what every rank's stores finished since the last result, and this plan's imports.
+    ``reports``: what every rank's stores finished since the last result.
     """
 
     step: int

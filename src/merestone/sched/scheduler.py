@@ -16,6 +16,7 @@ from merestone.core.orders import LoadHidden
 from merestone.core.policy import pass_end
 from merestone.sched.depth import Depth
 from merestone.sched.flight import Flight, Outcome
+from merestone.sched.outside import Nothing, Outside
 from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
 from merestone.sched.queue import NO_MATCH, WaitingQueue
 from merestone.sched.request import Sequence
@@ -49,6 +50,7 @@ class Scheduler:
         self.closing: list[int] = []
         self.free_slots = list(range(slots))
         heapify(self.free_slots)
+        self.outside: Outside = Nothing()
         self.flight: Flight | None = None
         self.step = 0
         self.counters: Counter[str] = Counter()
@@ -80,6 +82,7 @@ class Scheduler:
         """Take a sequence out, wherever it is. Its finished rows stay useful for a retry."""
         if seq.lease is None:
             self.waiting.remove(seq)
+            self.outside.leaves(seq)
         else:
             self.finish(seq, Kind.ALIGNED)
 
@@ -99,8 +102,9 @@ class Scheduler:
         self._close(flight)
         self._admit(flight)
         self._schedule(flight)
+        self.outside.orders(flight)
         plan = flight.freeze()
-        if plan.empty and self.busy:
+        if plan.empty and self.busy and not self.outside.holding:
             self._unstick(flight)
             plan = flight.freeze()
         self.flight = flight
@@ -132,7 +136,7 @@ class Scheduler:
             if blocked is not None and not self._may_overtake(blocked, seq):
                 continue
             found = self.waiting.match(seq)
-            if self.waiting.must_wait(seq, found, self.running):
+            if self.waiting.must_wait(seq, found, self.running) or self.outside.holds(seq, found):
                 continue
             if not self._fits(seq, found.checkpoint):
                 if self.running or flight.sealed:
@@ -154,7 +158,7 @@ class Scheduler:
     def _insist(self, seq: Sequence, found: Match) -> Match:
         """Nothing runs, so it must start: drop protections, in the end its own match."""
         while not self._fits(seq, found.checkpoint):
-            if not self.waiting.drop_protection():
+            if not (self.waiting.drop_protection() or self.outside.yields()):
                 return Match(None, found.known, None, "no_room" if found.known else "unknown")
         return found
 
@@ -167,9 +171,12 @@ class Scheduler:
     def _start(self, flight: Flight, seq: Sequence, found: Match) -> None:
         origin = found.checkpoint
         self.waiting.remove(seq)
+        missed = self.outside.leaves(seq)
         seq.lease = self.cache.lease(seq.root, origin, flight.now)
         seq.slot = heappop(self.free_slots)
         seq.admit(found, self.chunk)
+        if missed:
+            seq.lost = f"store_{missed}"
         self.running.append(seq)
         tokens = tuple(seq.tokens.tolist())
         pages = self.cache.deltas(seq.lease)
@@ -267,7 +274,7 @@ class Scheduler:
         if behind:
             self._preempt(flight, max(behind, key=lambda s: s.rank))
             return True
-        return self.waiting.drop_protection()
+        return self.waiting.drop_protection() or self.outside.yields()
 
     def _yield_slot(self, flight: Flight, seq: Sequence) -> bool:
         """Make a slot free for a waiting sequence of strictly better priority, by a seal.
@@ -299,7 +306,7 @@ class Scheduler:
         first = min([*self.running, *self.waiting.items], key=lambda s: s.rank)
         for seq in sorted(self.running, key=lambda s: s.rank, reverse=True):
             self._preempt(flight, seq)
-        while self.waiting.drop_protection():
+        while self.waiting.drop_protection() or self.outside.yields():
             pass
         self._start(flight, first, NO_MATCH)
         self.counters["unstuck"] += 1
@@ -318,6 +325,9 @@ class Scheduler:
             else:
                 self.cache.publish(sealed, flight.now)
                 self.waiting.offer(sealed, seq)
+                self.outside.published(sealed)
+        for imported, seq in self.outside.apply(result):
+            self.waiting.offer(imported, seq)
         outcomes = []
         for seq, work, entry in zip(flight.sequences, flight.works, result.works, strict=True):
             assert seq.lease is not None
@@ -346,6 +356,7 @@ class Scheduler:
         flight = self._landed()
         for _, sealed in flight.sealed:
             self.cache.discard(sealed, "step_failed")
+        self.outside.failed()
         lost = list(self.running)
         for seq in lost:
             self._leave(seq)

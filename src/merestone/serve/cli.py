@@ -65,6 +65,10 @@ Explain = Annotated[
     bool, typer.Option("--explain", help="Print what is kept here, and why; then end.")
 ]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from.")]
+Stores = Annotated[
+    list[str] | None,
+    typer.Option(help="memory:SIZE, disk:DIR:SIZE or redis://..., fastest first; repeatable."),
+]
 BUNDLED = Path(__file__).parent.parent / "assets" / "merestone-tiny"
 """The model that is served when none is named."""
 
@@ -130,6 +134,8 @@ def serve(
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
     explain: Explain = False,
+    store: Stores = None,
+    store_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for stores.")] = 2.0,
     api_key: ApiKey = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
     cache_tokens: CacheTokens = False,
@@ -149,6 +155,8 @@ def serve(
         token_budget=token_budget,
         retention=retention,
         frames=frames,
+        stores=tuple(store or ()),
+        store_wait=store_wait,
     )
     if explain:
         _or_failure(lambda: explain_retention(console, options))

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from merestone.engine.engine import DeviceLost
+from merestone.engine.device import DeviceLost
 from merestone.engine.facts import Facts
 from merestone.engine.ranks.launch import WORKER, Processes
 from merestone.engine.ranks.merge import RanksApart, different_facts, disagreement, merge

@@ -1,0 +1,208 @@
+"""The porter carries segments between frames and stores' tiers, on one rank.
+
+Knows where a segment's bytes lie in a frame, and one pair of threads a tier. Must not decide what
+is carried: it obeys the store orders of a plan, and reports.
+
+    frames --(copy, in the step)--> host bytes --(writer's thread)--> tier
+    tier --(reader's thread, checked)--> host bytes --(copy, in a later step)--> frames
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from merestone.core.orders import Erase, Export, Fetch, Forget, Import, Segment, StoreOrder
+from merestone.device.arena import Arena
+from merestone.sched.plan import StoreReport
+from merestone.store.lane import Lane
+from merestone.store.manifest import checksum
+from merestone.store.tier import Tier, segment_name
+
+Bytes = NDArray[np.uint8]
+
+
+class Span(NamedTuple):
+    """``size`` bytes at ``offset`` of a frame: numbers of ``dtype``."""
+
+    offset: int
+    size: int
+    dtype: torch.dtype
+
+
+def segment_spans(arena: Arena, segment: Segment, rank: int) -> list[Span]:
+    """The bytes that a segment has in its frame on ``rank``: only what was surely written, the
+    rows meant of each field or the cells of an anchor."""
+    layout = arena.layout
+    if segment.part == "hidden":
+        size = layout.hidden_bytes
+        return [Span(segment.first * size, size, arena.hidden.dtype)]
+    spans = []
+    if segment.part == "anchor":
+        for key, runs in layout.cells.items():
+            field = arena.fields[key]
+            cell = field.bytes // field.shape[0]
+            spans += [
+                Span(run.offset, (run.last - run.first) * cell, field.dtype)
+                for run in runs
+                if run.frame == segment.first
+            ]
+        return spans
+    group = arena.groups[segment.part]
+    first, last = (group.local_count(n, rank) for n in (segment.first, segment.last))
+    for key, field in arena.fields.items():
+        if field.home == segment.part:
+            begin, end = (n // field.every * field.bytes for n in (first, last))
+            if begin < end:
+                spans.append(Span(layout.offsets[key] + begin, end - begin, field.dtype))
+    return spans
+
+
+class Porter:
+    """Obeys store orders over ``arena``. ``notify`` is called by any thread after a report."""
+
+    def __init__(
+        self, arena: Arena, tiers: Sequence[Tier], rank: int, notify: Callable[[], None]
+    ) -> None:
+        self.arena = arena
+        self.tiers = tiers
+        self.rank = rank
+        self.notify = notify
+        self.writers = [Lane(f"merestone-{tier.name}-writer") for tier in tiers]
+        self.readers = [Lane(f"merestone-{tier.name}-reader") for tier in tiers]
+        # What was read, by ticket; a ticket that is not here any more is not wanted.
+        self.fetched: dict[int, list[Bytes]] = {}
+        self._reports: deque[StoreReport] = deque()
+
+    def obey(self, orders: Sequence[StoreOrder]) -> tuple[StoreReport, ...]:
+        """Carry out a plan's orders; returns what was finished since the last call."""
+        for order in orders:
+            match order:
+                case Export():
+                    self._export(order)
+                case Fetch():
+                    self._fetch(order)
+                case Import():
+                    self._import(order)
+                case Forget():
+                    self.fetched.pop(order.ticket, None)
+                case Erase():
+                    self._erase(order)
+        found = []
+        while self._reports:
+            found.append(self._reports.popleft())
+        return tuple(found)
+
+    def close(self) -> None:
+        """End when all that was ordered is done."""
+        for lane in (*self.writers, *self.readers):
+            lane.close()
+
+    def _report(self, report: StoreReport) -> None:
+        self._reports.append(report)
+        self.notify()
+
+    # -- out ------------------------------------------------------------------------------------
+
+    def _export(self, order: Export) -> None:
+        frames = torch.tensor([s.frame for s in order.segments], device=self.arena.memory.device)
+        raw = self.arena.memory[frames].cpu().numpy()  # [segments, frame_bytes]
+        named = []
+        for row, segment in zip(raw, order.segments, strict=True):
+            spans = segment_spans(self.arena, segment, self.rank)
+            data = b"".join(row[span.offset : span.offset + span.size].data for span in spans)
+            named.append((segment_name(segment.address, self.rank), data))
+        tier = self.tiers[order.tier]
+
+        def write() -> tuple[bytes, ...]:
+            there = tier.has([name for name, _ in named])
+            for (name, data), skip in zip(named, there, strict=True):
+                if not skip:
+                    tier.put(name, data)
+            return tuple(checksum(data) for _, data in named)
+
+        def done(sums: tuple[bytes, ...] | None, error: str) -> None:
+            sizes = tuple(len(data) for _, data in named)
+            self._report(StoreReport(order.ticket, self.rank, error, sums or (), sizes))
+
+        self.writers[order.tier].post(write, done)
+
+    def _erase(self, order: Erase) -> None:
+        names = [segment_name(address, self.rank) for address in order.addresses]
+        tier = self.tiers[order.tier]
+        self.writers[order.tier].post(lambda: tier.erase(names), lambda done, error: None)
+
+    # -- in -------------------------------------------------------------------------------------
+
+    def _fetch(self, order: Fetch) -> None:
+        self.fetched[order.ticket] = []
+
+        def done(report: StoreReport | None, error: str) -> None:
+            self._report(report or StoreReport(order.ticket, self.rank, error))
+
+        self.readers[order.tier].post(lambda: self._read(order), done)
+
+    def _read(self, order: Fetch) -> StoreReport:
+        """Have every segment, checked, as the frame that it will be written to."""
+        tier = self.tiers[order.tier]
+        found: list[Bytes] = []
+        for segment, wanted in zip(order.segments, order.sums[self.rank], strict=True):
+            if order.ticket not in self.fetched:
+                break
+            data = tier.get(segment_name(segment.address, self.rank))
+            error = "missing" if data is None else ""
+            if data is not None:
+                error = (
+                    "damaged" if checksum(data) != wanted else self._unpack(segment, data, found)
+                )
+            if error:
+                return StoreReport(order.ticket, self.rank, error, segment=segment.address)
+        if order.ticket in self.fetched:
+            self.fetched[order.ticket] = found
+        return StoreReport(order.ticket, self.rank)
+
+    def _unpack(self, segment: Segment, data: bytes, found: list[Bytes]) -> str:
+        """Add [frame_bytes] with the bytes of a segment where they belong (of a hidden row:
+        itself) to ``found``; or say why not."""
+        spans = segment_spans(self.arena, segment, self.rank)
+        if sum(span.size for span in spans) != len(data):
+            return "foreign"
+        source = np.frombuffer(data, np.uint8)
+        hidden = segment.part == "hidden"
+        frame = source.copy() if hidden else np.zeros(self.arena.layout.frame_bytes, np.uint8)
+        done = 0
+        for span in spans:
+            part = source[done : done + span.size].copy()
+            numbers = torch.from_numpy(part).view(span.dtype)
+            if numbers.is_floating_point() and not bool(torch.isfinite(numbers).all()):
+                return "not_finite"
+            if not hidden:
+                frame[span.offset : span.offset + span.size] = part
+            done += span.size
+        found.append(frame)
+        return ""
+
+    def _import(self, order: Import) -> None:
+        count = len(order.segments)
+        staged = self.fetched.pop(order.ticket)
+        if order.last:
+            assert len(staged) == count
+        else:
+            self.fetched[order.ticket] = staged[count:]
+        memory = self.arena.memory
+        whole = [i for i, segment in enumerate(order.segments) if segment.part != "hidden"]
+        if whole:
+            frames = torch.tensor([order.segments[i].frame for i in whole], device=memory.device)
+            memory[frames] = torch.from_numpy(np.stack([staged[i] for i in whole])).to(
+                memory.device
+            )
+        for segment, row in zip(order.segments, staged, strict=False):
+            if segment.part == "hidden":
+                (span,) = segment_spans(self.arena, segment, self.rank)
+                target = memory[segment.frame, span.offset : span.offset + span.size]
+                target.copy_(torch.from_numpy(row))

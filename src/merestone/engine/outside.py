@@ -1,0 +1,103 @@
+"""Putting stores around an engine: tiers, what they held, desks, and the porter of a rank.
+
+Knows every tier by name. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import platform
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from merestone import __version__
+from merestone.core.cache import Cache
+from merestone.core.checkpoint import Kind
+from merestone.core.gate import Retention
+from merestone.engine.facts import Facts
+from merestone.store.catalog import Catalog
+from merestone.store.clerk import Clerk
+from merestone.store.desk import Desk, Identity, StoreSettings
+from merestone.store.disk import DiskTier
+from merestone.store.lane import Bell
+from merestone.store.memory import MemoryTier
+from merestone.store.options import StoreSpec
+from merestone.store.recovery import recover
+from merestone.store.stores import Stores
+from merestone.store.tier import Tier
+
+log = logging.getLogger("merestone.store")
+
+
+def open_tiers(specs: Sequence[StoreSpec]) -> list[Tier]:
+    """The tiers asked for, fastest first as they were named.
+
+    Raises:
+        ValueError: one cannot be opened.
+    """
+    tiers: list[Tier] = []
+    for spec in specs:
+        match spec.kind:
+            case "memory":
+                tiers.append(MemoryTier())
+            case "disk":
+                tiers.append(DiskTier(Path(spec.place)))
+            case _:
+                raise ValueError(f"no store of kind {spec.kind}")
+    return tiers
+
+
+def identity_of(weights: str, facts: Facts, ranks: int) -> Identity:
+    """Whatever the bits of a checkpoint depend on. ``weights``: the model's fingerprint."""
+    runs_with = {
+        "weights": weights,
+        "merestone": __version__,
+        "torch": torch.__version__,
+        "device": _device(facts.device),
+        "threads": str(torch.get_num_threads()),
+        "dtype": facts.dtype,
+        "layout": facts.layout,
+        "groups": repr(facts.groups),
+        "ranks": str(ranks),
+    }
+    text = "\n".join(f"{key}={value}" for key, value in sorted(runs_with.items()))
+    about = f"{facts.dtype} on {ranks} rank(s) of {facts.device}, weights {weights}"
+    return Identity(blake2b(text.encode(), digest_size=16).hexdigest(), about, ranks)
+
+
+def _device(kind: str) -> str:
+    if kind == "cpu":
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{kind} {torch.cuda.get_device_name()}"
+
+
+def open_stores(
+    cache: Cache,
+    specs: Sequence[StoreSpec],
+    tiers: Sequence[Tier],
+    identity: Identity,
+    settings: StoreSettings,
+    retention: Retention,
+    bell: Bell,
+) -> Stores:
+    """The deciding side of stores. What an owned tier held is taken stock of, and cleaned up.
+
+    All boundaries are written but what aborted prefills left, unless aligned states are all that
+    is kept.
+    """
+    kinds = frozenset(Kind) if retention.grid else frozenset(Kind) - {Kind.ALIGNED}
+    tickets = itertools.count(1)
+    desks = []
+    for index, (spec, tier) in enumerate(zip(specs, tiers, strict=True)):
+        catalog = Catalog(spec.budget)
+        disk = tier if isinstance(tier, DiskTier) else None
+        if disk is not None:
+            counts = recover(catalog, disk, disk)
+            log.info("store disk:%s: %s", spec.place, counts)
+        clerk = Clerk(tier, bell.call, None, disk)
+        desks.append(Desk(index, cache, catalog, clerk, identity, settings, tickets))
+    return Stores(cache, desks, identity, settings, kinds, bell, tickets)

@@ -1,0 +1,77 @@
+"""Threads: a lane does the blocking work of a tier, in order; a bell tells the engine of it.
+
+Must not know what the work is about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from merestone.store.manifest import StoreFault
+
+log = logging.getLogger("merestone.store")
+Value = TypeVar("Value")
+
+
+class Lane:
+    """Jobs run one after another, apart from whoever posts them."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def post(self, job: Callable[[], Value], done: Callable[[Value | None, str], None]) -> None:
+        """Run ``job``; then ``done`` with its value, or with None and the reason of its failure.
+
+        ``done`` runs on the lane's thread.
+        """
+
+        def run() -> None:
+            value, reason = None, ""
+            try:
+                value = job()
+            except StoreFault as fault:
+                reason = fault.reason
+                log.debug("a store failed: %s", fault)
+            except Exception:
+                reason = "failed"
+                log.exception("a store failed")
+            done(value, reason)
+
+        self._pool.submit(run)
+
+    def close(self) -> None:
+        """End after all that was posted."""
+        self._pool.shutdown(wait=True)
+
+
+class Bell:
+    """How any thread tells the engine's that there is something to do. ``wake`` is the engine's,
+    set before anything rings."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = _nobody
+        self.rung = False
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def ring(self) -> None:
+        self.rung = True
+        self.wake()
+
+    def call(self, back: Callable[[], None]) -> None:
+        """Have a call made on the engine's thread."""
+        self._calls.append(back)
+        self.ring()
+
+    def answer(self) -> bool:
+        """On the engine's thread: make the calls. Whether the bell was rung."""
+        rung, self.rung = self.rung, False
+        while self._calls:
+            self._calls.popleft()()
+        return rung
+
+
+def _nobody() -> None: ...
