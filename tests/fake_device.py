@@ -68,7 +68,7 @@ def small_spec(
     groups = (GroupSpec("full", page=page), GroupSpec("open", page=open_page, open=True))
     if drafts:
         groups += (
-            GroupSpec("mtp", page=page, lag=1, ahead=drafts),
+            GroupSpec("mtp", page=page, lag=1),
             GroupSpec("window", page=open_page, window=5),
         )
     return CacheSpec(
@@ -205,7 +205,7 @@ class FakeDevice:
         ]
         for group in self.draft_groups:
             first = max(0, work.end - group.lag, group.floor(work.advance))
-            last = group.reach(work.end, work.drafts, work.propose)
+            last = group.reach(work.end, work.drafts, work.propose > 0)
             cells += [self._cell(slot, group.name, p) for p in range(first, last)]
         return cells
 

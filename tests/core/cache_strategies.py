@@ -29,8 +29,7 @@ def group_specs(draw: st.DrawFn, chunk: int, name: str) -> GroupSpec:
     interleave = draw(st.sampled_from([n for n in (1, 2, 4) if page % n == 0]))
     window = draw(st.sampled_from([None, None, 1, 3, 6, 9]))
     lag = draw(st.sampled_from([0, 0, 1, 2]))
-    ahead = draw(st.sampled_from([0, 3])) if lag else 0
-    return GroupSpec(name, page, shard, interleave, lag, window, opens, ahead)
+    return GroupSpec(name, page, shard, interleave, lag, window, opens)
 
 
 @st.composite

@@ -174,7 +174,7 @@ class FrameContents:
         for group in self.cache.spec.groups:
             start = max(0, work.start - group.lag, group.floor(lease.anchor))
             known = work.end + work.accepted - group.lag
-            for row in range(start, group.reach(work.end, work.drafts, work.drafts)):
+            for row in range(start, group.reach(work.end, work.drafts, work.drafts > 0)):
                 frame = run.table[group.name][row // group.span]
                 tag = self._tag(group, row, run.digest) if row < known else POISON
                 self.rows[frame, row % group.span] = tag

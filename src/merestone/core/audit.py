@@ -73,7 +73,7 @@ def _lease(cache: Cache, lease: Lease) -> None:
         first, frames = lease.pages[group.name]
         last = first + frames.size - 1
         # Above what it needs there are the pages of drafts.
-        above = lease.rows + cache.spec.drafts + group.ahead - group.lag
+        above = lease.rows + cache.spec.drafts
         top = max(end, (above - 1) // (group.page * group.shard))
         assert end < begin or first <= begin <= end <= last <= top, (
             f"{name}: pages {first} to {last} of {group.name}, needs {begin} to {end}"

@@ -32,14 +32,14 @@ class Extension:
     changed (dropped pages are not reported: the step still reads them, and nothing after it
     does). ``advance_frames``: where the new anchor goes, () if it stays. In each group the step
     writes rows from ``GroupSpec.floor(anchor)`` on: below, there may be no page for them.
-    ``drafts`` and ``ahead``: what there is room for.
+    ``drafts`` and ``propose``: what there is room for.
     """
 
     copies: tuple[CopyRows, ...]
     deltas: tuple[PageDelta, ...]
     advance_frames: tuple[int, ...]
     drafts: int = 0
-    ahead: int = 0
+    propose: int = 0
 
 
 class Cache:
@@ -118,7 +118,7 @@ class Cache:
         return lease
 
     def extend(
-        self, lease: Lease, rows: int, anchor: int, now: int, drafts: int = 0, ahead: int = 0
+        self, lease: Lease, rows: int, anchor: int, now: int, drafts: int = 0, propose: int = 0
     ) -> Extension:
         """Give ``lease`` the pages of ``rows`` tokens and an anchor at ``anchor``.
 
@@ -126,9 +126,9 @@ class Cache:
             | shared or own pages         |     written by this step       | verified |
                                           ^ copy-on-write of this page, per group (lag)
 
-        Drafts that turn out to be right are added by ``commit``. ``ahead``: tokens that the step
-        will propose, for groups that hold rows of them. What the lease gives up here it holds
-        until ``settle``, so no frame is both read and handed out again in one plan.
+        Drafts that turn out to be right are added by ``commit``. ``propose``: tokens that the step
+        is then to propose, for which no group may lag. What the lease gives up here it holds until
+        ``settle``, so no frame is both read and handed out again in one plan.
 
         Raises:
             OutOfFrames: no room; the lease is as before (evictions made may stay).
@@ -139,7 +139,7 @@ class Cache:
         assert anchor % self.spec.chunk == 0
         moves: list[tuple[GroupSpec, Move]] = []
         for group in self.spec.groups:
-            reach = group.reach(rows, drafts, ahead)
+            reach = group.reach(rows, drafts, propose > 0)
             move = plan_move(group, lease, reach, anchor, self._appends(lease, group))
             if move is not None:
                 moves.append((group, move))
@@ -160,7 +160,7 @@ class Cache:
         if lease.origin is not None:
             self.shelf.touch(lease.origin, now)
         fresh_anchor = lease.anchor_frames if moved else ()
-        return Extension(tuple(copies), tuple(deltas), fresh_anchor, drafts, ahead)
+        return Extension(tuple(copies), tuple(deltas), fresh_anchor, drafts, propose)
 
     def commit(self, lease: Lease, rows: int) -> None:
         """Drafts below ``rows`` tokens were accepted: what the step wrote there is for good."""

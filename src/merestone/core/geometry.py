@@ -16,7 +16,7 @@ class GroupSpec:
     are dealt (DCP) in runs of ``interleave`` tokens; a page then covers ``page * shard`` tokens.
     ``lag``: rows missing below a boundary (an MTP layer's row p needs token p + 1, so 1).
     ``window``: only the last ``window`` rows are ever read. ``open``: rows exist only since the
-    anchor. ``ahead``: rows that draft passes may write above those of the step.
+    anchor.
     """
 
     name: str
@@ -26,7 +26,6 @@ class GroupSpec:
     lag: int = 0
     window: int | None = None
     open: bool = False
-    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.page < 1 or self.page & (self.page - 1):
@@ -62,10 +61,10 @@ class GroupSpec:
             first = max(first, anchor - self.lag - self.window)
         return first
 
-    def reach(self, rows: int, drafts: int, ahead: int) -> int:
+    def reach(self, rows: int, drafts: int, proposes: bool) -> int:
         """Where the rows end that a step may write: it verifies ``drafts`` beyond its ``rows``
-        tokens, and then proposes ``ahead`` (0: none)."""
-        return max(0, rows + drafts - self.lag + min(self.ahead, ahead))
+        tokens. To propose more it draws one, so that a row need not lag for the lack of it."""
+        return max(0, rows + drafts - (0 if proposes else self.lag))
 
     def pages(self, first: int, last: int) -> tuple[int, int]:
         """Page numbers [begin, end) that hold rows [first, last)."""
@@ -84,7 +83,7 @@ class GroupSpec:
         its pages stay beside the request's. Every step is settled before the next; a pass leaves
         less than a chunk of open rows (accepted drafts aside), decoding at most two.
         """
-        last = self.reach(tokens, drafts, self.ahead)
+        last = self.reach(tokens, drafts, True)
         end = -(-last // self.span)
         begin = max(0, origin[0] - self.lag) // self.span if origin else 0
         if origin and self.open:
@@ -99,7 +98,7 @@ class GroupSpec:
             return min(most, (2 if origin else 3) * kept)
         if self.window is not None:
             # Windows before and after a step, each kept for a whole chunk of boundaries.
-            kept = -(-(self.window + chunk + 2 * drafts + self.ahead) // self.span) + 1
+            kept = -(-(self.window + chunk + 2 * drafts) // self.span) + 1
             theirs = 0 if origin else -(-self.window // self.span) + 1
             return min(most, 2 * kept + theirs)
         return most

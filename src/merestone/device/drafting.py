@@ -45,8 +45,8 @@ class Drafting:
         if rows.batch.segments:
             self.drafter.observe(rows, self._state)
         if rows.continuations:
-            ids = self.drafter.propose(rows, self._state).ids.tolist()
             asking = [entry for entry in drawn if entry.proposing]
+            ids = self.drafter.propose(rows, self._state).ids.tolist()
             for entry, proposed in zip(asking, ids, strict=True):
                 entry.slot.drafts = proposed[: entry.work.propose]
 

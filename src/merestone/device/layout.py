@@ -126,7 +126,7 @@ def _draft_group(group: DraftGroup, lag: int, fields: list[Field], frame_bytes: 
     while page > group.multiple and _page_bytes(fields, page) > frame_bytes:
         page //= 2
     assert page % group.multiple == 0, group
-    return GroupSpec(group.name, page, lag=lag, window=group.window, ahead=group.ahead)
+    return GroupSpec(group.name, page, lag=lag, window=group.window)
 
 
 def plan_layout(

@@ -238,7 +238,7 @@ class Scheduler:
                 advance_frames=extension.advance_frames,
                 sample=sample,
                 drafts=extension.drafts,
-                propose=extension.ahead,
+                propose=extension.propose,
                 prompt_logprobs=seq.prompt_logprobs,
                 targets=seq.targets(start, end),
             )
@@ -250,17 +250,17 @@ class Scheduler:
     # -- when frames or slots are short ---------------------------------------------------------
 
     def _extend(
-        self, flight: Flight, seq: Sequence, end: int, advance: int, ahead: int
+        self, flight: Flight, seq: Sequence, end: int, advance: int, propose: int
     ) -> Extension | None:
         """Pages for rows below ``end`` and for its drafts; without those when frames are short."""
         assert seq.lease is not None
         drafts = seq.drafts
         while True:
             try:
-                return self.cache.extend(seq.lease, end, advance, flight.now, drafts, ahead)
+                return self.cache.extend(seq.lease, end, advance, flight.now, drafts, propose)
             except OutOfFrames:
-                if drafts or ahead:
-                    drafts = ahead = 0
+                if drafts or propose:
+                    drafts = propose = 0
                 elif not self._make_way(flight, seq):
                     return None
 

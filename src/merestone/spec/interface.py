@@ -29,14 +29,13 @@ from merestone.sched.plan import SamplingParams
 class DraftGroup:
     """A cache group that a drafter brings along: the home of some of its fields.
 
-    ``window``: only so many of the last rows are ever read (None: all). ``ahead``: rows above the
-    observed ones that ``propose`` may write; they belong to nobody and are written again.
-    ``multiple``: a page must hold a multiple of so many tokens.
+    ``window``: only so many of the last rows are ever read (None: all). There are pages for the
+    rows that a pass observes, and none to write proposals to. ``multiple``: a page must hold a
+    multiple of so many tokens.
     """
 
     name: str
     window: int | None = None
-    ahead: int = 0
     multiple: int = 1
 
 
@@ -48,7 +47,7 @@ class Continuation:
     batch row of ``position - 1`` in this step's :class:`DraftRows`, -1 if that was observed before
     (never so with a lag). ``pages`` as in a Segment. ``params`` and ``choice`` key the noise that
     the target will add at a position: a drafter that adds the same agrees with it more often.
-    ``depth``: drafts wanted, at least one; there may be no page for more.
+    ``depth``: drafts wanted, at least one.
     """
 
     position: int
