@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "core": {"core"},
     "sched": {"sched", "core"},
     **{room: set(DEVICE_SIDE[: i + 1]) for i, room in enumerate(DEVICE_SIDE)},
-    "engine": {"engine", "sched", "core", "store", "device", "spec", "models"},
+    "engine": {"engine", "sched", "core", "store", "device", "spec", "models", "parallel"},
     "store": {"store", "core", "sched"},
     "serve": {"serve", "engine", "probe"},
     "probe": {"probe"},

@@ -6,9 +6,10 @@ Knows every room of the doing side by name. Must not know HTTP.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from merestone.core.cache import Cache, CacheSpec
@@ -23,8 +24,12 @@ from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
 from merestone.engine.outside import identity_of, open_stores, open_tiers
 from merestone.models.fingerprint import fingerprint
+from merestone.engine.ranks.device import Ranks
+from merestone.engine.ranks.messages import RankOptions
+from merestone.engine.ranks.node import keep_ranks
 from merestone.models.interface import CHUNK, Model
 from merestone.models.loader import LOAD_FORMATS, load_model
+from merestone.parallel.world import SINGLE, World
 from merestone.sched.depth import Depth
 from merestone.sched.scheduler import Scheduler
 from merestone.spec.interface import Drafter
@@ -46,6 +51,7 @@ class EngineOptions:
     (the directory then needs config.json and a tokenizer only). ``page`` None chooses the page
     size. ``frames`` overrides what ``memory`` would give. ``retention``: see ``core/gate.py``.
     ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
+    With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank.
     """
 
     dtype: str | None = None
@@ -61,6 +67,7 @@ class EngineOptions:
     poison: bool = False
     stores: tuple[str, ...] = ()
     store_wait: float = 2.0
+    ranks: RankOptions = field(default_factory=RankOptions)
 
 
 def build_engine(directory: Path, options: EngineOptions, name: str | None = None) -> LocalEngine:
@@ -69,6 +76,7 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     Raises:
         ValueError: an option that cannot be honoured, by name; a model that cannot be loaded.
         OSError: files that cannot be read.
+        DeviceLost: a rank of several could not be started.
     """
     choose(gate_setup(options), CHUNK)
     if options.dtype is not None and options.dtype not in DTYPES:
@@ -76,12 +84,48 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     if options.load_format not in LOAD_FORMATS:
         known = ", ".join(LOAD_FORMATS)
         raise ValueError(f"load format {options.load_format!r} is not one of {known}")
-    # Part of the configuration: bits may depend on it, so it never changes afterwards.
-    torch.set_num_threads(options.threads or default_threads(directory, options.load_format))
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    model = load_model(directory, dtype, options.max_model_len, options.load_format)
+    name = name or directory.name
+    if options.ranks.tp > 1:
+        return _over_ranks(directory, options, name)
+    set_threads(directory, options)
     weights = fingerprint(directory, options.load_format) if options.stores else ""
-    return assemble(model, options, name or directory.name, weights=weights)
+    return assemble(load(directory, options), options, name, weights=weights)
+
+
+def set_threads(directory: Path, options: EngineOptions, share: int = 1) -> None:
+    """Pin the number of threads; ``share`` processes share what the machine has.
+
+    Part of the configuration: bits may depend on it, so it never changes afterwards.
+    """
+    threads = options.threads or default_threads(directory, options.load_format) // share
+    torch.set_num_threads(max(1, threads))
+
+
+def load(directory: Path, options: EngineOptions, world: World = SINGLE) -> Model:
+    """The model that ``options`` name, or a rank's share of it."""
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    return load_model(directory, dtype, options.max_model_len, options.load_format, world=world)
+
+
+def lend_ranks(directory: Path, options: EngineOptions) -> str | None:
+    """Run this machine's ranks for the engine of node 0; returns when they have ended: why, or
+    None if node 0 ended them in order."""
+    return keep_ranks(options.ranks, directory, msgspec.json.encode(options))
+
+
+def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngine:
+    """An engine in this process over ranks in processes of their own."""
+    if options.stores:
+        raise ValueError("--store does not go with --tp above 1 yet")
+    ranks = Ranks(options.ranks, directory, msgspec.json.encode(options))
+    try:
+        engine = engine_over(ranks, ranks.start(), options, name)
+    except BaseException:
+        ranks.close()
+        raise
+    engine.attendant = ranks
+    ranks.listen(engine.device_lost, engine.device_back)
+    return engine
 
 
 def gate_setup(options: EngineOptions) -> Setup:

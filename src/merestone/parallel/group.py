@@ -52,6 +52,8 @@ class Group:
         self.name = name
         self.rank = rank
         self.size = size
+        self.moves = 0
+        """Collectives begun so far: equal on all ranks of the group between two passes."""
         self._handle = handle
         self._staged = staged
 
@@ -88,6 +90,7 @@ class Group:
         return torch.device("cpu") if plain else torch.device("cuda", torch.cuda.current_device())
 
     def _move(self, x: Tensor, shape: tuple[int, ...], call: Callable[..., Any]) -> Tensor:
+        self.moves += 1
         home = x.device
         x = (x.cpu() if self._staged else x).contiguous()
         out = x.new_empty(shape)

@@ -55,6 +55,11 @@ class World:
             raise ValueError(f"--tp {self.tp} does not divide the {count} heads of {what}")
         return count // self.tp
 
+    @property
+    def collectives(self) -> int:
+        """How many this rank has begun: equal on all ranks between two passes."""
+        return self.ranks.moves + self.neighbours.moves
+
     def close(self) -> None:
         """Leave the groups; the world must not be used afterwards."""
         if self.tp > 1:

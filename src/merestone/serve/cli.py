@@ -27,7 +27,9 @@ import typer
 from rich.console import Console
 
 from merestone import __version__
-from merestone.engine.build import EngineOptions, build_engine
+from merestone.engine.build import EngineOptions, build_engine, lend_ranks
+from merestone.engine.engine import DeviceLost
+from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import ARCHITECTURES
 from merestone.probe.cli import probe
 from merestone.serve.explain import explain_retention
@@ -64,6 +66,15 @@ CacheTokens = Annotated[
 Explain = Annotated[
     bool, typer.Option("--explain", help="Print what is kept here, and why; then end.")
 ]
+Tp = Annotated[int, typer.Option(min=1, help="Ranks that share every layer.")]
+Dcp = Annotated[int, typer.Option(min=1, help="Of these, how many share the cached tokens.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines that the ranks run on.")]
+NodeRank = Annotated[int, typer.Option(min=0, help="Which of them this is; 0 serves.")]
+Master = Annotated[str, typer.Option(help="HOST:PORT of node 0, for the ranks of the others.")]
+OnRankLoss = Annotated[str, typer.Option(help="exit, or restart all ranks with an empty cache.")]
+RankTimeout = Annotated[float, typer.Option(help="Seconds of silence: the rank is lost.")]
+StepTimeout = Annotated[float, typer.Option(help="Seconds that a step of all ranks may take.")]
+StartTimeout = Annotated[float, typer.Option(help="Seconds that all ranks may take to start.")]
 CorsOrigin = Annotated[list[str] | None, typer.Option(help="Origin that browsers may call from.")]
 Stores = Annotated[
     list[str] | None,
@@ -136,6 +147,15 @@ def serve(
     explain: Explain = False,
     store: Stores = None,
     store_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for stores.")] = 2.0,
+    tp: Tp = 1,
+    dcp: Dcp = 1,
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    master: Master = "",
+    on_rank_loss: OnRankLoss = "exit",
+    rank_timeout: RankTimeout = 15.0,
+    step_timeout: StepTimeout = 300.0,
+    start_timeout: StartTimeout = 900.0,
     api_key: ApiKey = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
     cache_tokens: CacheTokens = False,
@@ -145,6 +165,19 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
     start_logging(log_level)
+    ranks = _or_failure(
+        lambda: RankOptions(
+            tp=tp,
+            dcp=dcp,
+            nodes=nodes,
+            node=node_rank,
+            master=master,
+            on_loss=on_rank_loss,
+            silence_s=rank_timeout,
+            step_s=step_timeout,
+            start_s=start_timeout,
+        )
+    )
     options = EngineOptions(
         dtype=dtype,
         load_format=load_format,
@@ -157,29 +190,41 @@ def serve(
         frames=frames,
         stores=tuple(store or ()),
         store_wait=store_wait,
+        ranks=ranks,
     )
     if explain:
         _or_failure(lambda: explain_retention(console, options))
+        return
+    directory = model_dir or BUNDLED
+    if not directory.is_dir():
+        raise Failure(f"{directory} is no directory", 2)
+    if ranks.node > 0:
+        if reason := _or_failure(lambda: lend_ranks(directory, options)):
+            raise Failure(reason, 1)
         return
     try:
         listener = bind(host, port)
     except AddressRefused as error:
         raise Failure(str(error), 1) from error
     with listener:
-        directory = model_dir or BUNDLED
-        if not directory.is_dir():
-            raise Failure(f"{directory} is no directory", 2)
         name = served_model_name or directory.resolve().name
         shown = ServerOptions(name, api_key, cache_tokens, tuple(cors_origin or ()))
         service = _load(directory, options, shown)
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{listener.getsockname()[1]}"
         line = f"merestone {__version__}: {name} at {url}"
-        run(service, listener, grace, lambda: console.print(line, highlight=False, soft_wrap=True))
+        lost = run(
+            service, listener, grace, lambda: console.print(line, highlight=False, soft_wrap=True)
+        )
+    if lost is not None:
+        raise Failure(lost, 1)
 
 
 def _load(directory: Path, options: EngineOptions, shown: ServerOptions) -> Service:
     text = _or_failure(lambda: load_text(directory))
+    if options.ranks.tp > 1:  # they load in processes of their own
+        engine = _or_failure(lambda: build_engine(directory, options, shown.model))
+        return Service(engine, text, shown)
     # Loading computes, and OpenMP keeps a pool for each thread that does: one left behind by the
     # main thread would compete with that of the engine's thread.
     with ThreadPoolExecutor(1) as loader:
@@ -188,9 +233,11 @@ def _load(directory: Path, options: EngineOptions, shown: ServerOptions) -> Serv
 
 
 def _or_failure(work: Callable[[], Made]) -> Made:
-    """What can be wrong with a model directory, as a failure."""
+    """What can be wrong with a model directory, an option or a rank, as a failure."""
     try:
         return work()
+    except DeviceLost as error:
+        raise Failure(str(error), 1) from error
     except (ValueError, OSError) as error:
         raise Failure(str(error), 2) from error
 

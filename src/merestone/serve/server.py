@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -11,6 +12,10 @@ import uvicorn
 
 from merestone.serve.app import create_app
 from merestone.serve.service import Service
+
+LINGER_S = 2.0
+"""How long a server without an engine still answers: clients get their errors, ``/health`` says
+why."""
 
 
 class AddressRefused(OSError):
@@ -42,7 +47,8 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn, with a grace period: requests in flight may end by themselves, then the engine ends
     them and their clients get what there is. A second signal ends everything at once.
-    ``announce`` is called when connections are accepted."""
+    ``announce`` is called when connections are accepted. When the engine is lost for good, the
+    server ends too, after ``LINGER_S``."""
 
     def __init__(
         self, service: Service, grace: float = 10.0, announce: Callable[[], None] | None = None
@@ -57,11 +63,24 @@ class Server(uvicorn.Server):
         self._service = service
         self._grace = grace
         self._announce = announce
+        self.lost: str | None = None
+        """Why the engine is gone for good, if it is."""
+        self._linger_until = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._announce is not None:
             self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.lost is None:
+            health = self._service.engine.health()
+            if health["status"] == "lost":
+                self.lost = str(health["reason"])
+                self._linger_until = time.monotonic() + LINGER_S
+        elif time.monotonic() > self._linger_until:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not recorded: uvicorn would raise it again at the end, and the exit code be lost
@@ -83,6 +102,9 @@ class Server(uvicorn.Server):
 
 def run(
     service: Service, listener: socket.socket, grace: float, announce: Callable[[], None]
-) -> None:
-    """Serve until SIGINT or SIGTERM; returns when everything has ended."""
-    Server(service, grace, announce).run(sockets=[listener])
+) -> str | None:
+    """Serve until SIGINT or SIGTERM, or until the engine is lost; returns when everything has
+    ended: why the engine was lost, or None."""
+    server = Server(service, grace, announce)
+    server.run(sockets=[listener])
+    return server.lost

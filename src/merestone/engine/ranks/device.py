@@ -29,7 +29,6 @@ from merestone.engine.ranks.messages import (
     Failed,
     FromRank,
     Hello,
-    RankConfig,
     RankOptions,
     Ready,
     Refused,
@@ -38,6 +37,7 @@ from merestone.engine.ranks.messages import (
     ToRank,
     Welcome,
 )
+from merestone.engine.ranks.node import rank_configs
 from merestone.engine.ranks.watch import Watch
 from merestone.sched.plan import StepPlan, StepResult
 
@@ -63,13 +63,11 @@ class Ranks:
         engine_options: bytes,
         *,
         command: Sequence[str] = WORKER,
-        log_level: str = "info",
     ) -> None:
         self.options = options
         self.directory = directory
-        self.engine_options = msgspec.Raw(engine_options)
+        self.engine_options = engine_options
         self.command = command
-        self.log_level = log_level
         self.private = Path(tempfile.mkdtemp(prefix="merestone-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.encoder = msgspec.msgpack.Encoder()
@@ -118,7 +116,7 @@ class Ranks:
                 raise DeviceLost("the engine has stopped")
             self.sessions += 1
             self.socket, endpoint = self._bind()
-            configs = [self._config(rank, endpoint) for rank in options.local]
+            configs = rank_configs(options, endpoint, self.directory, self.engine_options)
             self.processes = Processes(configs, self.command)
             self.watch.begin(session, self.processes)
         hellos: dict[int, Hello] = {}
@@ -166,17 +164,6 @@ class Ranks:
                 if time.monotonic() > until:
                     raise OSError(f"cannot listen on {endpoint}: {error}") from error
                 time.sleep(POLL_MS / 1000)
-
-    def _config(self, rank: int, endpoint: str) -> RankConfig:
-        return RankConfig(
-            rank=rank,
-            local=rank - self.options.local[0],
-            ranks=self.options,
-            endpoint=endpoint,
-            directory=str(self.directory),
-            options=self.engine_options,
-            log_level=self.log_level,
-        )
 
     def _rendezvous(self) -> str:
         """Where the ranks' collectives meet: a file of this machine, or a free port of it."""

@@ -39,12 +39,15 @@ class Processes:
                 process.stdin.write(msgspec.json.encode(config) + b"\n")
                 process.stdin.flush()
 
+    def ended(self) -> dict[int, int]:
+        """The exit status of every rank that has ended."""
+        found = {rank: process.poll() for rank, process in list(self.running.items())}
+        return {rank: status for rank, status in found.items() if status is not None}
+
     def dead(self) -> str | None:
         """What became of a rank that has ended; None while all live."""
-        for rank, process in list(self.running.items()):
-            status = process.poll()
-            if status is not None:
-                return f"rank {rank} (process {process.pid}) {_ended(status)}"
+        for rank, status in self.ended().items():
+            return f"rank {rank} (process {self.running[rank].pid}) {_ended(status)}"
         return None
 
     def end(self, grace_s: float = 0.0) -> None:

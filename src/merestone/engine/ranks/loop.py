@@ -37,6 +37,8 @@ from merestone.engine.ranks.messages import (
 from merestone.sched.plan import StepPlan, StepResult
 
 log = logging.getLogger("merestone.ranks")
+UNWANTED = 5
+"""Exit status of a rank that node 0 refused, or that found no node 0 in time."""
 PULSES = 5
 """Signs of life within the time after which a rank counts as lost."""
 
@@ -67,7 +69,9 @@ def serve_rank(runs_with: RunsWith, build: Build) -> NoReturn:
         level=logging.WARNING,
         format=f"%(asctime)s %(levelname)s %(name)s [rank {config.rank}]: %(message)s",
     )
-    logging.getLogger("merestone").setLevel(config.log_level.upper())
+    # What all ranks would say alike, rank 0 says.
+    quiet = config.rank > 0 and config.log_level == "info"
+    logging.getLogger("merestone").setLevel("WARNING" if quiet else config.log_level.upper())
     threading.Thread(target=_end_with_starter, daemon=True).start()
     channel = Channel(config)
     code = 1
@@ -88,7 +92,9 @@ def _serve(channel: Channel, config: RankConfig, runs_with: RunsWith, build: Bui
     channel.send(Hello(config.rank, os.getpid(), socket.gethostname(), found))
     welcome = channel.receive(config.ranks.start_s)
     if not isinstance(welcome, Welcome):
-        return 0 if isinstance(welcome, Stop | Refused) else 1
+        if not isinstance(welcome, Stop):
+            log.error("%s", welcome.reason if isinstance(welcome, Refused) else "nobody answers")
+        return 0 if isinstance(welcome, Stop) else UNWANTED
     threading.Thread(target=_beat, args=(config, welcome), daemon=True).start()
     try:
         rank, facts = build(config, welcome)

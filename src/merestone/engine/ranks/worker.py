@@ -1,0 +1,85 @@
+"""``python -m merestone.engine.ranks.worker``: the process of one rank.
+
+Knows how a rank is built from options. Must not know plans or sockets.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+from merestone import __version__
+from merestone.device.runner import Runner
+from merestone.engine.build import EngineOptions, build_rank, load, set_threads
+from merestone.engine.facts import Facts
+from merestone.engine.ranks.loop import serve_rank
+from merestone.engine.ranks.messages import RankConfig, Welcome, flat
+from merestone.models.digest import digest_configs, digest_weights
+from merestone.parallel.world import World, connect
+from merestone.sched.plan import StepPlan, StepResult
+
+LIBRARIES = ("torch", "triton", "numpy", "safetensors", "msgspec", "fla-core")
+OWN = ("ranks.node",)
+"""Options in which ranks may differ."""
+
+
+class WorkerRank:
+    """A runner, and the world whose collectives it runs."""
+
+    def __init__(self, runner: Runner, world: World) -> None:
+        self.runner = runner
+        self.world = world
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+    @property
+    def collectives(self) -> int:
+        return self.world.collectives
+
+
+def runs_with(config: RankConfig) -> dict[str, str]:
+    """Everything that the bits of a result depend on, as far as it can be seen from outside.
+
+    Raises:
+        ValueError, OSError: the model's files cannot be read.
+    """
+    options, directory = _options(config), Path(config.directory)
+    found = {"merestone": __version__, "python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            found[library] = "absent"
+    found["processor"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    for name, value in flat(msgspec.to_builtins(options)).items():
+        if name not in OWN:
+            found[f"option {name}"] = value
+    found["configuration"] = digest_configs(directory)
+    if options.load_format != "random":
+        found["weights"] = digest_weights(directory)
+    return found
+
+
+def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
+    """Load this rank's share of the model, and put a runner around it."""
+    options, ranks, directory = _options(config), config.ranks, Path(config.directory)
+    set_threads(directory, options, share=len(ranks.local))
+    world = connect(
+        config.rank, ranks.tp, ranks.dcp, rendezvous=welcome.rendezvous, timeout_s=ranks.step_s
+    )
+    model = load(directory, options, world)
+    runner, facts = build_rank(model, options)
+    return WorkerRank(runner, world), facts
+
+
+def _options(config: RankConfig) -> EngineOptions:
+    return msgspec.json.decode(config.options, type=EngineOptions)
+
+
+if __name__ == "__main__":
+    serve_rank(runs_with, build)
