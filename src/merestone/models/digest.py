@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 SAMPLES, SAMPLE_BYTES = 4, 64
 """Places of a tensor that are read, spread evenly, and how much is read at each."""
@@ -37,25 +37,26 @@ def digest_weights(directory: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(path.name.encode())
-        with path.open("rb") as file:
-            try:
-                _add_tensors(digest, file)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}: damaged or cut off") from error
+        try:
+            for piece in _pieces(path):
+                digest.update(piece)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: damaged or cut off") from error
     return digest.hexdigest()[:16]
 
 
-def _add_tensors(digest: hashlib._Hash, file: BinaryIO) -> None:
-    """File: length of the header (8 bytes), header (JSON), then the tensors' bytes."""
-    length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
-    for name in sorted(header):
-        if name == "__metadata__":
-            continue
-        entry = header[name]
-        digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
-        begin, end = entry["data_offsets"]
-        for place in range(SAMPLES):
-            offset = begin + max(0, end - begin - SAMPLE_BYTES) * place // (SAMPLES - 1)
-            file.seek(8 + length + offset)
-            digest.update(file.read(min(SAMPLE_BYTES, end - begin)))
+def _pieces(path: Path) -> Iterator[bytes]:
+    """Of a file: length of the header (8 bytes), header (JSON), then the tensors' bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(file.read(length))
+        for name in sorted(header.keys() - {"__metadata__"}):
+            entry = header[name]
+            yield f"{name} {entry['dtype']} {entry['shape']}".encode()
+            begin, end = entry["data_offsets"]
+            for place in range(SAMPLES):
+                offset = begin + max(0, end - begin - SAMPLE_BYTES) * place // (SAMPLES - 1)
+                file.seek(8 + length + offset)
+                yield file.read(min(SAMPLE_BYTES, end - begin))
