@@ -8,7 +8,11 @@ from merestone.sched.plan import StepPlan, StepResult
 
 
 class DeviceLost(RuntimeError):
-    """The device, and whatever its memory held, is gone."""
+    """The device, and whatever its memory held, is gone; ``returns``: one like it will come."""
+
+    def __init__(self, reason: str, returns: bool = False) -> None:
+        super().__init__(reason)
+        self.returns = returns
 
 
 class Device(Protocol):

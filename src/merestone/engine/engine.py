@@ -254,8 +254,8 @@ class LocalEngine:
         try:
             result = self.device.run(plan)
         except DeviceLost as error:
-            self.down = str(error)
-            outcomes = lose_device(self.scheduler, self.down)
+            self._lose(str(error), error.returns)
+            return True
         except Exception as error:
             log.exception("a step failed")
             self.counters["failed_steps"] += 1
@@ -274,8 +274,9 @@ class LocalEngine:
 
     def _lose(self, reason: str, returns: bool) -> None:
         """What the device held is lost: so are running requests and every checkpoint."""
+        if self.down is None:  # we are told by whoever notices first, and by the attendant
+            self.counters["devices_lost"] += 1
         self.down = reason
-        self.counters["devices_lost"] += 1
         self._report(lose_device(self.scheduler, reason))
         if not returns:
             self.broken = reason

@@ -186,13 +186,17 @@ class Ranks:
 
     def _lost(self, reason: str) -> None:
         """On the watch's thread: nothing of this session can be used any more."""
-        returns = self.options.on_loss == "restart" and self.facts is not None
+        returns = self._loss(reason).returns
         if self.processes is not None:
             self.processes.end()
         self.on_lost(reason, returns)
         if returns:
             self.anew = threading.Thread(target=self._begin_anew, name="merestone-anew")
             self.anew.start()
+
+    def _loss(self, reason: str) -> DeviceLost:
+        """Ranks that once were ready come back, if that was asked for."""
+        return DeviceLost(reason, self.options.on_loss == "restart" and self.facts is not None)
 
     def _begin_anew(self) -> None:
         try:
@@ -234,7 +238,7 @@ class Ranks:
         """
         with self.turn:
             if self.watch.lost is not None or not self.up:
-                raise DeviceLost(self.watch.lost or "the ranks are being started again")
+                raise self._loss(self.watch.lost or "the ranks are being started again")
             self._send(Run(plan))
             replies: dict[int, Done | Failed] = {}
             until, failing = (
@@ -252,7 +256,7 @@ class Ranks:
         try:
             return merge(replies)
         except RanksApart as error:
-            raise DeviceLost(self.watch.declare(str(error))) from error
+            raise self._loss(self.watch.declare(str(error))) from error
 
     def _send(self, message: ToRank) -> None:
         """To all ranks, encoded once."""
@@ -276,10 +280,10 @@ class Ranks:
             if self.closed:
                 raise DeviceLost("the engine has stopped")
             if self.watch.lost is not None:
-                raise DeviceLost(self.watch.lost)
+                raise self._loss(self.watch.lost)
             if time.monotonic() > until:
                 late = min(set(range(self.options.tp)) - set(came))
-                raise DeviceLost(self.watch.declare(f"rank {late} {failing} in time"))
+                raise self._loss(self.watch.declare(f"rank {late} {failing} in time"))
 
     def report(self) -> dict[str, object]:
         """For ``/health``: where the ranks run, and how long ago each was heard."""
