@@ -80,7 +80,7 @@ class FakeRank:
             raise RuntimeError("injected into a seal")
         if self.struck("other-token"):
             first, *rest = result.works
-            first = msgspec.structs.replace(first, token=VOCAB - 1 - (first.token or 0))
+            first = msgspec.structs.replace(first, tokens=(*first.tokens, VOCAB - 1))
             result = msgspec.structs.replace(result, works=(first, *rest))
         return result
 

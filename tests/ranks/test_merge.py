@@ -17,7 +17,7 @@ from merestone.engine.ranks.messages import Done, Failed, Hello, RankOptions
 from merestone.sched.plan import StepResult, StoreReport, TokenLogprob, WorkResult
 from ranks.fake_rank import facts
 
-WORKS = (WorkResult(3, 7, TokenLogprob(7, -0.5)), WorkResult(5))
+WORKS = (WorkResult(3, (7,), (TokenLogprob(7, -0.5),)), WorkResult(5))
 
 
 def done(rank: int, works=WORKS, saves=(), slots=(), collectives: int = 9, reports=()) -> Done:
@@ -40,8 +40,8 @@ def test_the_stores_of_every_rank_report() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        (WorkResult(3, 8, TokenLogprob(7, -0.5)), WORKS[1]),
-        (WorkResult(3, 7, TokenLogprob(7, -0.5000001)), WORKS[1]),
+        (WorkResult(3, (8,), (TokenLogprob(7, -0.5),)), WORKS[1]),
+        (WorkResult(3, (7,), (TokenLogprob(7, -0.5000001),)), WORKS[1]),
         (WorkResult(3), WORKS[1]),
     ],
 )
