@@ -141,8 +141,10 @@ class Ranks:
             raise ValueError(difference)
         if self.facts is not None and facts[0] != self.facts:
             raise DeviceLost("the ranks came back built differently")
-        self.facts = facts[0]
-        self.up = True
+        with self.turn:
+            if self.watch.lost is not None:
+                raise self._loss(self.watch.lost)
+            self.facts, self.up = facts[0], True
         return facts[0]
 
     def _bind(self) -> tuple[zmq.Socket[bytes], str]:
@@ -185,7 +187,14 @@ class Ranks:
                 self.socket = None
 
     def _lost(self, reason: str) -> None:
-        """On the watch's thread: nothing of this session can be used any more."""
+        """On the watch's thread: nothing of this session can be used any more.
+
+        While a session begins, whoever waits for it sees the loss, and deals with it.
+        """
+        with self.turn:
+            if not self.up:
+                return
+            self.up = False
         returns = self._loss(reason).returns
         if self.processes is not None:
             self.processes.end()
