@@ -23,10 +23,10 @@ from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
 from merestone.engine.outside import identity_of, open_stores, open_tiers
-from merestone.models.fingerprint import fingerprint
 from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.engine.ranks.node import keep_ranks
+from merestone.models.fingerprint import fingerprint
 from merestone.models.interface import CHUNK, Model
 from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.parallel.world import SINGLE, World

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine, lend_ranks
-from merestone.engine.engine import DeviceLost
+from merestone.engine.device import DeviceLost
 from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import ARCHITECTURES
 from merestone.probe.cli import probe

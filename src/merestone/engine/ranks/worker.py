@@ -18,7 +18,7 @@ from merestone.engine.build import EngineOptions, build_rank, load, set_threads
 from merestone.engine.facts import Facts
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome, flat
-from merestone.models.digest import digest_configs, digest_weights
+from merestone.models.fingerprint import fingerprint
 from merestone.parallel.world import World, connect
 from merestone.sched.plan import StepPlan, StepResult
 
@@ -59,9 +59,7 @@ def runs_with(config: RankConfig) -> dict[str, str]:
     for name, value in flat(msgspec.to_builtins(options)).items():
         if name not in OWN:
             found[f"option {name}"] = value
-    found["configuration"] = digest_configs(directory)
-    if options.load_format != "random":
-        found["weights"] = digest_weights(directory)
+    found["the model's files"] = fingerprint(directory, options.load_format)
     return found
 
 
