@@ -31,7 +31,7 @@ from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave
 from merestone.ops.triton.index import choose, members, pool_scores
-from merestone.ops.triton.kda import OpenRows, Pass, kda
+from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.norms import gated_rms_norm, l2_norm, log_decay, rms_norm, swiglu
 from merestone.ops.triton.rows import Cells, Sequences
 
@@ -158,8 +158,12 @@ class Recurrence:
         self.memory = draw(2 * batch, heads * dim * dim, dtype=torch.float32)
         places = torch.tensor([(0, h * dim * dim) for h in range(heads)], device="cuda")
         self.cells = Cells(self.memory, places)
-        ring = draw(batch, heads, 2 * CHUNK, dim)
-        self.cache = OpenRows(ring, -ring.float().abs() * 0.1, ring.clone())
+        shapes = open_rows_shapes(heads, dim, dim, CHUNK, BF16).items()
+        full = {name: draw(batch, *shape).to(dtype) * 0.1 for name, (shape, dtype) in shapes}
+        full["decays"] = -full["decays"].abs()
+        # Where the state of a sequence stands that was decoded row by row.
+        full["stands"] = torch.full_like(full["stands"], CHUNK + max(opened - 1, 0) // 16 * 16)
+        self.cache = OpenRows(**{name: tensor.contiguous() for name, tensor in full.items()})
         first = [CHUNK + opened] * batch
         last = [at + rows for at in first]
         anchor = [CHUNK] * batch

@@ -15,7 +15,7 @@ from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
-from merestone.ops.triton.kda import OpenRows, Pass, kda
+from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.norms import (
     gated_rms_norm,
     l2_norm,
@@ -150,8 +150,8 @@ def recurrence(rows: int) -> None:
     bf16, heads, dim = torch.bfloat16, 64, 128
     x, beta = torch.empty(rows, heads, dim, dtype=bf16), torch.empty(rows, heads)
     cells = Cells(torch.empty(2, 1 << 19), torch.zeros(heads, 2, dtype=torch.int64))
-    ring = torch.zeros(1, heads, 128, dim, dtype=bf16)
-    cache = OpenRows(ring, ring.float(), ring)
+    shapes = open_rows_shapes(heads, dim, dim, 64, bf16).items()
+    cache = OpenRows(**{name: torch.zeros(1, *shape, dtype=t) for name, (shape, t) in shapes})
     tables = sequences(rows)
     step = Pass(tables.first, tables.first, tables.first, tables.anchor_frames)
     for lowest in (-5.0, None):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from merestone.ops.naive import kda_recurrent
-from merestone.ops.triton.kda import OpenRows, Pass, kda
+from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.rows import Cells, Sequences
 
 HEADS, DIM, WIDTH, CHUNK, FRAME = 2, 16, 16, 32, 1024
@@ -55,10 +55,16 @@ class Machine:
     def __post_init__(self) -> None:
         size = max(FRAME, self.heads * self.dim * self.dim)
         self.memory = torch.full((16, size), float("nan"), device=self.device)
-        shape = (3, self.heads, 2 * self.chunk, self.dim)
-        nan = torch.full(shape, float("nan"), device=self.device)
-        keys, fresh = (nan.clone().to(self.dtype) for _ in range(2))
-        self.cache = OpenRows(keys, nan, fresh)
+        shapes = open_rows_shapes(self.heads, self.dim, self.dim, self.chunk, self.dtype)
+        self.cache = OpenRows(
+            **{
+                # Nothing but what a pass wrote may count.
+                name: torch.full((3, *shape), -1 if dtype == torch.int32 else float("nan")).to(
+                    self.device, dtype
+                )
+                for name, (shape, dtype) in shapes.items()
+            }
+        )
         self.places = torch.tensor(PLACES, device=self.device)
         if self.heads != HEADS:
             square = self.dim * self.dim
