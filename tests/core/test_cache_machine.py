@@ -167,14 +167,14 @@ class CacheMachine(RuleBasedStateMachine):
         at = run.done - (back % 8 if back >= 32 else 0)
         lease, counters = run.lease, self.cache.counters
         before = (sum(counters.discarded.values()), counters.duplicate, counters.no_room)
-        holes = counters.discarded.get("window_hole", 0)
+        holes = counters.discards("window_hole")
         key = (lease.root, tuple(run.tokens[: max(at, 0)]))
         known = self.known.get(key)
         checkpoint = self.cache.seal(lease, run.array(), at, kind, self.now)
         after = (sum(counters.discarded.values()), counters.duplicate, counters.no_room)
         if checkpoint is None:
             assert sum(after) == sum(before) + 1
-            hole = counters.discarded.get("window_hole", 0) > holes
+            hole = counters.discards("window_hole") > holes
             origin = lease.origin.at if lease.origin else 0
             assert not (hole and at >= origin), "a boundary past the origin lacks its window"
             assert (counters.duplicate > before[1]) <= (known is not None)

@@ -221,5 +221,5 @@ def test_the_cost_of_attention_counts() -> None:
     (checkpoint,) = checkpoints(cache, [[1] * 8], [Kind.PROMPT])
     low = eviction_key(checkpoint, 4, 100.0, Cost(1.0, 0.0))
     high = eviction_key(checkpoint, 4, 100.0, Cost(1.0, 1.0))
-    assert low[1] == pytest.approx(0.04)
-    assert high[1] == pytest.approx(0.04 + 0.48)
+    assert low[2] == pytest.approx(0.04)
+    assert high[2] == pytest.approx(0.04 + 0.48)

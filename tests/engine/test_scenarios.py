@@ -280,7 +280,7 @@ def test_a_state_that_is_not_finite_is_not_published() -> None:
     h.device.bad_saves = True
     h.ask(prompt, 3)
     assert not [c for c in h.cache.checkpoints() if c.at == 30]
-    assert h.cache.counters.discarded["not_finite"] == 1
+    assert h.cache.counters.discards("not_finite") == 1
     assert h.ask(prompt, 1).restored == 0
     assert h.ask(prompt, 1).restored == 30
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from merestone.engine.api import (
     CacheBusy,
+    CachePage,
+    CacheQuery,
     CacheReport,
     EngineInfo,
     EngineRefusal,
@@ -102,11 +104,15 @@ class FakeEngine:
             for choice in running.choices:
                 running.sink([self._finished(running, choice, "abort", None)])
 
-    def cache_view(self) -> list[dict[str, object]]:
-        return [
+    def cache_view(self, query: CacheQuery) -> CachePage:
+        found = [
             {"id": i, "kind": kind, "tokens": len(tokens), "token_ids": list(tokens)}
-            for i, ((_, tokens), kind) in enumerate(self.cache.items())
+            for i, ((salt, tokens), kind) in enumerate(self.cache.items(), 1)
+            if i > query.after and query.kind in (None, kind) and query.salt in (None, salt)
         ]
+        if not query.token_ids:
+            found = [{k: v for k, v in entry.items() if k != "token_ids"} for entry in found]
+        return CachePage(found[: query.limit], len(found) > query.limit)
 
     def reset_cache(self) -> int:
         if self.busy:
@@ -121,7 +127,7 @@ class FakeEngine:
     def stats(self) -> Stats:
         return {
             "checkpoints_published": {"prompt": float(len(self.cache))},
-            "checkpoints_discarded": {"non_finite": 1.0},
+            "checkpoints_discarded": {"prompt not_finite": 1.0},
             "frames_used": 3,
             "frames_free": 5,
             "frames_anchors": 2,

@@ -113,7 +113,7 @@ def test_boundaries_are_exact_prefixes(
     variables = {"enable_thinking": thinking}
     prompt = build_prompt(vocabulary, template, messages, tools, variables)
     kinds = {kind: count for count, kind in prompt.boundaries}
-    assert set(kinds) == ({"instruction", "turn"} if system or tools else {"turn"})
+    assert set(kinds) == {"message", "turn"} | ({"instruction"} if system or tools else set())
     header = "<|assistant|>" if thinking else "<|assistant|><think></think>"
     assert prompt.text.endswith("and?" + header)
     turn = vocabulary.decode(prompt.tokens[: kinds["turn"]])

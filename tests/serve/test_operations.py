@@ -114,6 +114,15 @@ def test_cache_endpoints(server: Running, model_text: ModelText) -> None:
     view = server.http.get("/cache").json()["data"]
     assert {entry["kind"] for entry in view} == {"prompt", "response"}
     assert not any("token_ids" in entry for entry in view)
+    first = server.http.get("/cache", params={"limit": 1}).json()
+    assert (len(first["data"]), first["has_more"]) == (1, True)
+    rest = server.http.get("/cache", params={"after": first["data"][0]["id"]}).json()
+    assert first["data"] + rest["data"] == view
+    assert not rest["has_more"]
+    prompts = server.http.get("/cache", params={"kind": "prompt", "salt": ""}).json()["data"]
+    assert [entry["kind"] for entry in prompts] == ["prompt"]
+    assert server.http.get("/cache", params={"salt": "other"}).json()["data"] == []
+    assert server.http.get("/cache", params={"limit": 0}).status_code == 400
     server.engine.busy = True
     busy = server.http.post("/cache/reset")
     assert busy.status_code == 409
@@ -156,7 +165,7 @@ def test_metrics(model_text: ModelText) -> None:
     assert found["merestone_inter_token_seconds_count{}"] == 12
     assert found["merestone_smallest_reusable_tokens{}"] == 1
     assert found["merestone_checkpoints_published_total{kind=prompt}"] > 0
-    assert found["merestone_checkpoints_discarded_total{reason=non_finite}"] == 1
+    assert found["merestone_checkpoints_discarded_total{kind=prompt,reason=not_finite}"] == 1
     assert found["merestone_frames_anchors{}"] == 2
     assert found["merestone_steps_total{}"] == 7
     assert found["merestone_engine_peculiar{}"] == 9

@@ -49,7 +49,7 @@ class Cache:
         self.spec = spec
         self.pool = FramePool(spec.frames)
         self.hidden = HiddenRows(self.pool, spec.hidden_rows)
-        self.shelf = Shelf(self.pool, self.hidden, spec.frame_bytes, spec.cost)
+        self.shelf = Shelf(self.pool, self.hidden, spec.frame_bytes, spec.cost, spec.mark_share)
         self.counters = self.shelf.counters
         self._last_id = 0
 
@@ -61,6 +61,10 @@ class Cache:
     def available(self) -> int:
         """Frames that are free or would be if all unleased, unprotected checkpoints went."""
         return self.pool.reachable()
+
+    def tick(self, seconds: float) -> None:
+        """Tell the time, which never runs backwards: nothing here looks at a clock."""
+        self.shelf.seconds = seconds
 
     def checkpoints(self) -> Iterable[Checkpoint]:
         """Sealed and published checkpoints, oldest first."""
@@ -113,8 +117,10 @@ class Cache:
         origin.leases += 1
         origin.hits += 1
         self.shelf.touch(origin, now)
+        self.shelf.mark(origin, 0.0)
         self.shelf.recount(origin)
         count(self.counters.restored, origin.kind)
+        count(self.counters.saved_tokens, origin.kind, origin.at)
         return lease
 
     def extend(
@@ -179,9 +185,10 @@ class Cache:
             self.pool.drop(frames, lease.id)
 
     def seal(
-        self, lease: Lease, tokens: Tokens, at: int, kind: Kind, now: int
+        self, lease: Lease, tokens: Tokens, at: int, kind: Kind, now: int, ttl_s: float = 0.0
     ) -> Checkpoint | None:
-        """Make a checkpoint of ``lease`` at ``at``, for its ``tokens`` [>= at], int32.
+        """Make a checkpoint of ``lease`` at ``at``, for its ``tokens`` [>= at], int32. Eviction
+        spares it for ``ttl_s`` seconds after its last use.
 
         The caller orders the copy of one hidden row, and publishes or discards. None, counted, if
         that is impossible (``discarded``), needless (``duplicate``) or has no frame (``no_room``).
@@ -189,13 +196,16 @@ class Cache:
         assert lease.live
         reason = self._unsealable(lease, at)
         if reason:
-            count(self.counters.discarded, reason)
+            count(self.counters.discarded, f"{kind} {reason}")
+            if reason == "window_hole":
+                self.shelf.graves.bury(lease.root, tokens[:at], reason)
             return None
         assert tokens.size >= at
         same = self.shelf.index.find(lease.root, tokens[:at])
         if same is not None:
             self.counters.duplicate += 1
             self.shelf.touch(same, now)
+            self.shelf.mark(same, ttl_s)
             if same.kind is Kind.ALIGNED:
                 same.kind = kind
             return None
@@ -203,6 +213,7 @@ class Cache:
             self.shelf.make_room(int(self.hidden.full))
         except OutOfFrames:
             self.counters.no_room += 1
+            self.shelf.graves.bury(lease.root, tokens[:at], "no_room")
             return None
         pages: dict[str, PageRun] = {}
         for group in self.spec.groups:
@@ -213,9 +224,17 @@ class Cache:
             self._next_id(), lease.root, at, kind, State.SEALED,
             lease.anchor, lease.anchor_frames, pages,
             self.hidden.take(), born=now, used=now, base=self.shelf.inflation,
+            born_s=self.shelf.seconds,
         )  # fmt: skip
         self.shelf.add(checkpoint, tokens[:at])
+        self.shelf.mark(checkpoint, ttl_s)
         return checkpoint
+
+    def mark(self, root: Root, tokens: Tokens, ttl_s: float) -> None:
+        """Spare the checkpoint of exactly ``tokens``, if there is one, for ``ttl_s`` seconds."""
+        found = self.shelf.index.find(root, tokens)
+        if found is not None:
+            self.shelf.mark(found, ttl_s)
 
     def publish(self, checkpoint: Checkpoint, now: int) -> None:
         """Every rank has done the copies of a sealed checkpoint: let it be found.
@@ -233,8 +252,10 @@ class Cache:
 
     def discard(self, checkpoint: Checkpoint, reason: str) -> None:
         """Drop a sealed or published checkpoint that must not be used (any more)."""
+        if reason != "reset" and not checkpoint.doomed:
+            self.shelf.graves.bury(checkpoint.root, self.tokens(checkpoint), reason)
         self.shelf.drop(checkpoint)
-        count(self.counters.discarded, reason)
+        count(self.counters.discarded, f"{checkpoint.kind} {reason}")
 
     def relatives(self, origin: Checkpoint) -> list[Checkpoint]:
         """Published checkpoints that hold a frame of ``origin``, itself among them."""

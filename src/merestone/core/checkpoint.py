@@ -52,7 +52,9 @@ class Checkpoint:
     It is the multiple of the chunk below ``at``, or one before it: accepted drafts ran ahead of it.
     ``pages`` covers, for each group, exactly the rows that ``GroupSpec.rows(at, anchor)`` names.
     ``hidden`` is (frame, row) of the saved hidden row of position ``at - 1``. ``leases`` and
-    ``protected`` count holds against eviction; ``born`` and ``used`` are steps.
+    ``protected`` count holds against eviction; ``born`` and ``used`` are steps, ``born_s`` seconds
+    of the clock that ``Cache.tick`` tells. With a time to live ``ttl_s``, eviction spares it until
+    ``until_s``; every hit begins it anew.
     """
 
     id: int
@@ -69,6 +71,9 @@ class Checkpoint:
     leases: int = 0
     protected: int = 0
     hits: int = 0
+    born_s: float = 0.0
+    ttl_s: float = 0.0
+    until_s: float = 0.0
     base: float = 0.0
     """The inflation value of eviction when last used."""
     evictable: bool = False

@@ -23,6 +23,10 @@ _SPECIFIC = (
     Kind.ALIGNED,
 )
 
+EARLY = (Kind.ALIGNED, Kind.REASONING)
+"""Kinds that are seldom met again: a cut off request's state, and the end of a thought, which most
+templates leave out of later prompts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -40,11 +44,14 @@ class Cost:
 
 DEFAULT_COST = Cost()
 
-EvictionKey = tuple[bool, float, int, int]
+EvictionKey = tuple[bool, bool, float, int, int]
 
 
-def eviction_key(checkpoint: Checkpoint, above: int, size: float, cost: Cost) -> EvictionKey:
-    """Sorts what to evict first: ``aligned`` ones, then by priority, recency and id.
+def eviction_key(
+    checkpoint: Checkpoint, above: int, size: float, cost: Cost, spared: bool = False
+) -> EvictionKey:
+    """Sorts what to evict first: the kinds of ``EARLY``, then by priority, recency and id; those
+    that a time to live spares come after all others.
 
     The priority is GreedyDual-Size (Cao and Irani, 1997): what a hit saves a byte, on top of the
     inflation value when last used. ``above``: tokens of the next best ancestor, from which the
@@ -52,7 +59,7 @@ def eviction_key(checkpoint: Checkpoint, above: int, size: float, cost: Cost) ->
     """
     saved = cost.of(checkpoint.at) - cost.of(above)
     priority = checkpoint.base + saved / size
-    return checkpoint.kind is not Kind.ALIGNED, priority, checkpoint.used, checkpoint.id
+    return spared, checkpoint.kind not in EARLY, priority, checkpoint.used, checkpoint.id
 
 
 def boundaries_to_seal(

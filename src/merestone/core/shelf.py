@@ -8,8 +8,11 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from merestone.core.checkpoint import Checkpoint, State
 from merestone.core.frames import FramePool, HiddenRows
+from merestone.core.graves import Graves
 from merestone.core.index import PrefixIndex, Tokens
 from merestone.core.policy import Cost, EvictionKey, eviction_key
 
@@ -38,27 +41,46 @@ class Counters:
     restored: dict[str, int] = field(default_factory=dict)
     evicted: dict[str, int] = field(default_factory=dict)
     discarded: dict[str, int] = field(default_factory=dict)
+    """By kind and reason, one word each."""
+    saved_tokens: dict[str, int] = field(default_factory=dict)
     duplicate: int = 0
     no_room: int = 0
 
+    def discards(self, reason: str) -> int:
+        """Discarded for ``reason``, of any kind."""
+        return sum(n for key, n in self.discarded.items() if key.split()[1] == reason)
 
-def count(counter: dict[str, int], key: str) -> None:
-    """One more of ``key``."""
+
+def count(counter: dict[str, int], key: str, more: int = 1) -> None:
+    """One more of ``key``, or ``more``."""
     name = str(key)
-    counter[name] = counter.get(name, 0) + 1
+    counter[name] = counter.get(name, 0) + more
 
 
 class Shelf:
     """Checkpoints that are not dropped, oldest first, over ``pool`` and ``hidden``."""
 
-    def __init__(self, pool: FramePool, hidden: HiddenRows, frame_bytes: int, cost: Cost) -> None:
+    def __init__(
+        self,
+        pool: FramePool,
+        hidden: HiddenRows,
+        frame_bytes: int,
+        cost: Cost,
+        mark_share: float,
+    ) -> None:
         self.pool = pool
         self.hidden = hidden
         self.index = PrefixIndex()
         self.counters = Counters()
+        self.graves = Graves()
         self.live: dict[int, Checkpoint] = {}
         self.evictable: dict[int, Checkpoint] = {}
         self.inflation = 0.0
+        self.seconds = 0.0
+        self.marked: dict[int, Checkpoint] = {}
+        """Those with a time to live, in the order in which they got one."""
+        self._spared: frozenset[int] = frozenset()
+        self._spared_frames = int(mark_share * len(pool.refs))
         self._frame_bytes = frame_bytes
         self._cost = cost
 
@@ -73,6 +95,30 @@ class Shelf:
         """Note a use."""
         checkpoint.used = now
         checkpoint.base = self.inflation
+
+    def mark(self, checkpoint: Checkpoint, ttl_s: float) -> None:
+        """Spare it for ``ttl_s`` seconds from now, or for as long as it was promised before."""
+        checkpoint.ttl_s = max(ttl_s, checkpoint.ttl_s)
+        if checkpoint.ttl_s:
+            checkpoint.until_s = self.seconds + checkpoint.ttl_s
+            self.marked[checkpoint.id] = checkpoint
+
+    def spared(self) -> frozenset[int]:
+        """Ids of those that eviction leaves for last: marked, in time, and within the share of the
+        pool that they may hold together; the first that was marked gets its part of it first."""
+        room, seen = self._spared_frames, np.zeros(len(self.pool.refs), bool)
+        chosen = []
+        for checkpoint in list(self.marked.values()):
+            if checkpoint.until_s <= self.seconds:
+                del self.marked[checkpoint.id]
+                continue
+            frames = checkpoint.frames()
+            fresh = frames[~seen[frames]]
+            if fresh.size <= room:
+                room -= fresh.size
+                seen[fresh] = True
+                chosen.append(checkpoint.id)
+        return frozenset(chosen)
 
     def recount(self, checkpoint: Checkpoint) -> None:
         """Keep ``evictable`` and the soft reference counts true, after any change of a hold."""
@@ -102,6 +148,7 @@ class Shelf:
         if not checkpoint.doomed:
             self.index.remove(checkpoint)
         del self.live[checkpoint.id]
+        self.marked.pop(checkpoint.id, None)
         soled = self.pool.drop(checkpoint.frames(), checkpoint.id)
         self.forget_hidden(checkpoint)
         return soled
@@ -127,6 +174,7 @@ class Shelf:
         available = self.pool.reachable()
         if needed > available:
             raise OutOfFrames(needed, available)
+        self._spared = self.spared()
         heap = [(self._key(c), c) for c in self.evictable.values()]
         heapq.heapify(heap)
         goal = needed
@@ -160,9 +208,11 @@ class Shelf:
     def _key(self, checkpoint: Checkpoint) -> EvictionKey:
         above = self.index.ancestor(checkpoint)
         size = self.own_bytes(checkpoint)
-        return eviction_key(checkpoint, above.at if above else 0, size, self._cost)
+        spared = checkpoint.id in self._spared
+        return eviction_key(checkpoint, above.at if above else 0, size, self._cost, spared)
 
     def _evict(self, checkpoint: Checkpoint, key: EvictionKey) -> list[int]:
-        self.inflation = max(self.inflation, key[1])
+        self.inflation = max(self.inflation, key[2])
         count(self.counters.evicted, checkpoint.kind)
+        self.graves.bury(checkpoint.root, self.index.tokens(checkpoint), "evicted")
         return self.drop(checkpoint)

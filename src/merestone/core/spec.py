@@ -17,7 +17,8 @@ class CacheSpec:
 
     ``frames`` of ``frame_bytes`` bytes; ``chunk`` tokens between possible anchors, each of
     ``anchor_frames`` frames; ``hidden_rows`` saved hidden rows to a frame; ``drafts``: tokens under
-    verification in one step, at most; ``cost`` of computing what is not cached.
+    verification in one step, at most; ``cost`` of computing what is not cached; ``mark_share``: the
+    part of the frames that checkpoints spared by a time to live may hold together.
 
     Raises:
         ValueError: a page of an open group would straddle an anchor, or a size makes no sense.
@@ -31,12 +32,15 @@ class CacheSpec:
     hidden_rows: int
     drafts: int = 0
     cost: Cost = DEFAULT_COST
+    mark_share: float = 0.25
 
     def __post_init__(self) -> None:
         if min(self.frames, self.frame_bytes, self.chunk, self.hidden_rows) < 1:
             raise ValueError("frames, frame_bytes, chunk and hidden_rows must be positive")
         if self.anchor_frames < 0:
             raise ValueError(f"an anchor of {self.anchor_frames} frames")
+        if not 0 <= self.mark_share <= 1:
+            raise ValueError(f"a share of {self.mark_share} of the pool")
         if not 0 <= self.drafts < self.chunk:
             raise ValueError(f"{self.drafts} drafts do not fit into a chunk of {self.chunk} tokens")
         if len({group.name for group in self.groups}) < len(self.groups):

@@ -45,7 +45,8 @@ class GenerateRequest:
     ``max_tokens`` 0 computes (or restores) the prompt alone and finishes with "length"; None means
     up to the context limit. ``boundaries`` are (token count, kind) with kind "instruction",
     "message", "tool", "turn" or "mark", ascending, each inside the prompt; ``ends`` are (token id,
-    kind): a boundary lies behind each such token of an answer.
+    kind): a boundary lies behind each such token of an answer. ``lives`` are (token count,
+    seconds): after its last use, eviction spares the boundary there for that long.
     ``salt`` separates caches. Without ``cache`` nothing is looked up and nothing is kept.
     ``stop_ids`` end a choice and are its last token. ``prompt_logprobs`` asks for the log
     probabilities of the prompt's tokens with that many alternatives. ``text`` makes one stream a
@@ -59,6 +60,7 @@ class GenerateRequest:
     n: int = 1
     boundaries: tuple[tuple[int, str], ...] = ()
     ends: tuple[tuple[int, str], ...] = ()
+    lives: tuple[tuple[int, float], ...] = ()
     salt: str = ""
     cache: bool = True
     priority: int = 0
@@ -71,15 +73,17 @@ class GenerateRequest:
 class CacheReport:
     """What the cache did for a choice, in tokens of its prompt.
 
-    ``matched`` is the longest prefix known to the cache, ``restored`` what was resumed from, at a
-    boundary of ``kind`` (None: nothing). ``lost`` says why restored < matched, or why nothing
-    matched; it is empty when nothing was lost.
+    ``matched`` is the longest prefix that the cache knows or remembers, ``restored`` what was
+    resumed from, at a boundary of ``kind`` (None: nothing). ``lost`` says why restored < matched,
+    or why nothing matched; it is empty when nothing was lost. ``written``: how many tokens beyond
+    the restored ones the next request can resume from, at a boundary of this prompt.
     """
 
     matched: int = 0
     restored: int = 0
     kind: str | None = None
     lost: str = ""
+    written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,28 @@ class EngineInfo:
     device: str = "cpu"
 
 
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Which checkpoints to list: of one kind, of one salt, of at least some tokens, with an id
+    above ``after``; at most ``limit``. ``token_ids`` lists those too."""
+
+    kind: str | None = None
+    salt: str | None = None
+    min_tokens: int = 0
+    after: int = 0
+    limit: int = 1000
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CachePage:
+    """The first ``entries``, by id, of published checkpoints that a query asks for; ``more`` says
+    whether there are others behind them."""
+
+    entries: list[dict[str, object]]
+    more: bool
+
+
 class EngineRefusal(ValueError):
     """The request can never run, whatever else runs: it is too long for the context or the pool.
 
@@ -188,8 +214,9 @@ class Engine(Protocol):
         unknown or finished id is nothing."""
         ...
 
-    def cache_view(self) -> list[dict[str, object]]:
-        """The checkpoints: id, kind, tokens, bytes, age_steps, age_s, hits, leases, token_ids."""
+    def cache_view(self, query: CacheQuery) -> CachePage:
+        """The checkpoints: id, parent, root, kind, tokens, bytes, age_steps, age_s, spared_s, hits,
+        leases, token_ids."""
         ...
 
     def reset_cache(self) -> int:

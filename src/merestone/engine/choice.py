@@ -65,6 +65,8 @@ class Choice:
     submitted: float
     cached: bool = True
     """Whether the cache that requests share was asked at all."""
+    off_grid: str = "no_boundary"
+    """What is lost where only aligned states are kept: "gate", if boundaries were asked for."""
     admitted: float | None = None
     first: float | None = None
 
@@ -73,7 +75,10 @@ class Choice:
         seq = self.sequence
         # Choices beyond the first start from the first one's prompt, whatever the cache is.
         lost = seq.lost if self.cached or seq.restored else "disabled"
-        return CacheReport(seq.matched, seq.restored, seq.kind, lost)
+        if lost == "no_boundary" and seq.grid:
+            lost = "too_short" if seq.matched < seq.grid else self.off_grid
+        written = max(0, seq.written - seq.restored)
+        return CacheReport(seq.matched, seq.restored, seq.kind, lost, written)
 
     def started(self, now: float) -> list[Event]:
         """The first event, once the sequence has been admitted."""

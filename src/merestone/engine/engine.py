@@ -21,6 +21,8 @@ from merestone.core.gate import parse
 from merestone.core.policy import boundaries_to_seal
 from merestone.engine.api import (
     CacheBusy,
+    CachePage,
+    CacheQuery,
     EngineInfo,
     EngineRefusal,
     Event,
@@ -31,7 +33,7 @@ from merestone.engine.api import (
 from merestone.engine.choice import Choice, check
 from merestone.engine.device import Attendant, Device, DeviceLost
 from merestone.engine.flush import flush
-from merestone.engine.report import Ages, cache_view, engine_stats
+from merestone.engine.report import cache_view, engine_stats
 from merestone.sched.flight import Outcome
 from merestone.sched.loss import lose_device
 from merestone.sched.request import Sequence
@@ -72,7 +74,7 @@ class LocalEngine:
         retention = parse(info.retention, cache.spec.chunk)
         assert retention is not None, "the gate has not been asked"
         self.retention = retention
-        self.ages = Ages()
+        self.off_grid = "no_boundary" if info.retention_reason == "as asked for" else "gate"
         self.arrivals = 0
         self.inbox: deque[Callable[[], None]] = deque()
         self.wake = threading.Condition()
@@ -117,10 +119,8 @@ class LocalEngine:
             raise CacheBusy(f"the engine has stopped: {self.broken}")
         return self.ask(self.cache.reset)
 
-    def cache_view(self) -> list[dict[str, object]]:
-        return self.ask(
-            lambda: cache_view(self.cache, self.scheduler.step, self.ages, self.clock())
-        )
+    def cache_view(self, query: CacheQuery) -> CachePage:
+        return self.ask(lambda: cache_view(self.cache, query, self.scheduler.step, self.clock()))
 
     def stats(self) -> Stats:
         return self.ask(lambda: engine_stats(self.cache, self.scheduler, self.counters))
@@ -246,6 +246,7 @@ class LocalEngine:
         """Plan, run and report one step. False if there was nothing to do."""
         if self.down is not None:
             return False
+        self.cache.tick(self.clock())
         self.scheduler.outside.tick(self.clock())
         plan = self.scheduler.plan()
         if plan.empty:
@@ -265,8 +266,6 @@ class LocalEngine:
             outcomes = self.scheduler.apply(result)
             self.lost_in_a_row = 0
         self._report(outcomes)
-        if plan.saves or plan.after:
-            self.ages.note(self.cache, self.clock())
         return True
 
     def _ready(self) -> bool:
@@ -354,9 +353,10 @@ class LocalEngine:
                 prompt_logprobs=request.prompt_logprobs if number == 0 else None,
                 grid=grid,
                 ends={token: Kind(kind) for token, kind in request.ends},
+                lives={} if grid else dict(request.lives),
             )
             text = request.text() if request.text else None
-            choices.append(Choice(request, sequence, sink, text, now, shared))
+            choices.append(Choice(request, sequence, sink, text, now, shared, self.off_grid))
         if not shared:
             self.private.add(root)
         self.requests[request.id] = choices

@@ -6,45 +6,52 @@ Knows the cache and the scheduler, reads only. Must not know HTTP.
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import blake2b
 
 from merestone.core.cache import Cache
-from merestone.core.checkpoint import Checkpoint, State
-from merestone.engine.api import Stats
+from merestone.core.checkpoint import Root, State
+from merestone.engine.api import CachePage, CacheQuery, Stats
 from merestone.sched.scheduler import Scheduler
 
 
-class Ages:
-    """When checkpoints were first seen, in seconds of the engine's clock."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, float] = {}
-
-    def note(self, cache: Cache, now: float) -> None:
-        """Call once a step that may have made checkpoints."""
-        live = {checkpoint.id for checkpoint in cache.checkpoints()}
-        self.seen = {key: self.seen.get(key, now) for key in sorted(live)}
-
-    def of(self, checkpoint: Checkpoint, now: float) -> float:
-        return now - self.seen.get(checkpoint.id, now)
-
-
-def cache_view(cache: Cache, step: int, ages: Ages, now: float) -> list[dict[str, object]]:
-    """One entry a published checkpoint, oldest first. ``bytes`` are those that only it holds."""
-    return [
-        {
+def cache_view(cache: Cache, query: CacheQuery, step: int, now: float) -> CachePage:
+    """One entry a checkpoint that ``query`` asks for. ``bytes`` are those that only it holds,
+    ``parent`` is the deepest checkpoint above it, ``root`` tells salts apart without naming them.
+    """
+    found = [
+        c
+        for c in cache.checkpoints()
+        if c.state is State.PUBLISHED
+        and c.id > query.after
+        and c.at >= query.min_tokens
+        and query.kind in (None, str(c.kind))
+        and (query.salt is None or c.root == ("", query.salt))
+    ]
+    entries = []
+    for checkpoint in found[: query.limit]:
+        above = cache.shelf.index.ancestor(checkpoint)
+        entry: dict[str, object] = {
             "id": checkpoint.id,
+            "parent": above.id if above else None,
+            "root": root_name(checkpoint.root),
             "kind": str(checkpoint.kind),
             "tokens": checkpoint.at,
             "bytes": int(cache.own_bytes(checkpoint)),
             "age_steps": step - checkpoint.born,
-            "age_s": round(ages.of(checkpoint, now), 3),
+            "age_s": round(now - checkpoint.born_s, 3),
+            "spared_s": round(max(0.0, checkpoint.until_s - now), 3),
             "hits": checkpoint.hits,
             "leases": checkpoint.leases,
-            "token_ids": cache.tokens(checkpoint).tolist(),
         }
-        for checkpoint in cache.checkpoints()
-        if checkpoint.state is State.PUBLISHED
-    ]
+        if query.token_ids:
+            entry["token_ids"] = cache.tokens(checkpoint).tolist()
+        entries.append(entry)
+    return CachePage(entries, len(found) > query.limit)
+
+
+def root_name(root: Root) -> str:
+    """Empty for prompts without a salt; else eight letters that only tell roots apart."""
+    return "" if root == ("", "") else blake2b(repr(root).encode(), digest_size=4).hexdigest()
 
 
 def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> Stats:
@@ -52,6 +59,9 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
     published = [c for c in cache.checkpoints() if c.state is State.PUBLISHED]
     held = [c.anchor_frames for c in published]
     held += [seq.lease.anchor_frames for seq in scheduler.running if seq.lease is not None]
+    held_bytes: Counter[str] = Counter()
+    for checkpoint in published:
+        held_bytes[str(checkpoint.kind)] += int(cache.own_bytes(checkpoint))
     anchors = {frame for frames in held for frame in frames}
     counts = cache.counters
     return {
@@ -60,6 +70,7 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "checkpoints_discarded": _labels(counts.discarded),
         "checkpoints_restored": _labels(counts.restored),
         "checkpoints_evicted": _labels(counts.evicted),
+        "saved_tokens": _labels(counts.saved_tokens),
         "seals_duplicate": float(counts.duplicate),
         "seals_no_room": float(counts.no_room),
         "tokens_computed": float(scheduler.counters["rows"]),
@@ -70,6 +81,8 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "requests_running": float(len(scheduler.running)),
         "requests_waiting": float(len(scheduler.waiting)),
         "checkpoints": _labels(Counter(str(c.kind) for c in published)),
+        "checkpoint_bytes": _labels(held_bytes),
+        "checkpoints_spared": float(len(cache.shelf.spared())),
         "frames_total": float(cache.spec.frames),
         "frames_free": float(cache.free),
         "frames_used": float(cache.spec.frames - cache.free),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from merestone.core.cache import Cache, Lease, Match
 from merestone.core.checkpoint import Checkpoint, Kind, Root
+from merestone.core.explain import explain
 from merestone.sched.plan import SamplingParams, TokenLogprob
 
 Tokens = NDArray[np.int32]
@@ -30,6 +31,7 @@ class Sequence:
     case ``known == computed + 1``; an exact hit starts at ``computed == known`` and needs logits
     only. ``boundaries`` are where it is sealed, ascending: those of its prompt, and behind each
     accepted output that is a key of ``ends``. With a ``grid`` they are its multiples instead.
+    ``lives``: seconds for which eviction spares the checkpoint at a token count.
     ``drafts`` ids past ``known`` are proposed, and lie on the device.
     """
 
@@ -52,6 +54,7 @@ class Sequence:
     prompt_logprobs: int | None = None
     grid: int = 0
     ends: Mapping[int, Kind] = field(default_factory=dict)
+    lives: Mapping[int, float] = field(default_factory=dict)
 
     computed: int = 0
     passed: int = 0
@@ -67,6 +70,8 @@ class Sequence:
     restored: int = 0
     kind: str | None = None
     lost: str = ""
+    written: int = 0
+    """The deepest boundary of its prompt that it has published."""
     admitted: bool = False
     preemptions: int = 0
     drafts: int = 0
@@ -153,7 +158,7 @@ class Sequence:
         origin = self.lease.origin
         return self.computed > (origin.at if origin else 0)
 
-    def admit(self, found: Match, chunk: int) -> None:
+    def admit(self, found: Match, cache: Cache) -> None:
         """Start from what was found. The first time, remember it for the report.
 
         Where the tokens part from known ones, at least a chunk above any boundary, a junction is
@@ -163,13 +168,17 @@ class Sequence:
         self.computed = self.passed = origin.at if origin else 0
         if not self.admitted:
             self.admitted = True
-            self.matched, self.lost, self.restored = found.known, found.lost, self.computed
+            self.matched, self.lost = explain(cache, self.root, self.tokens, found)
+            self.restored = self.computed
             self.kind = str(origin.kind) if origin else None
+        for at, ttl_s in self.lives.items():
+            if at <= self.computed:
+                cache.mark(self.root, self.tokens[:at], ttl_s)
         if self.grid or found.known >= self.known:
             return
         place = bisect_right(self.boundaries, found.known, key=_at)
         above = max(self.computed, self.boundaries[place - 1][0] if place else 0)
-        if found.known - above >= chunk:
+        if found.known - above >= cache.spec.chunk:
             junction = ((found.known, Kind.JUNCTION),)
             self.boundaries = self.boundaries[:place] + junction + self.boundaries[place:]
 

@@ -174,7 +174,7 @@ class Scheduler:
         missed = self.outside.leaves(seq)
         seq.lease = self.cache.lease(seq.root, origin, flight.now)
         seq.slot = heappop(self.free_slots)
-        seq.admit(found, self.chunk)
+        seq.admit(found, self.cache)
         if missed:
             seq.lost = f"store_{missed}"
         self.running.append(seq)
@@ -324,6 +324,8 @@ class Scheduler:
                 self.cache.discard(sealed, "not_finite")
             else:
                 self.cache.publish(sealed, flight.now)
+                if sealed.at <= seq.prompt:
+                    seq.written = max(seq.written, sealed.at)
                 self.waiting.offer(sealed, seq)
                 self.outside.published(sealed)
         for imported, seq in self.outside.apply(result):

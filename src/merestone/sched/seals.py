@@ -31,7 +31,8 @@ class Seals:
         assert seq.lease is not None
         for at, kind in seq.above(seq.passed):
             if at <= end and at >= seq.lease.anchor:
-                sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, flight.now)
+                ttl_s = seq.lives.get(at, 0.0)
+                sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, flight.now, ttl_s)
                 if sealed is not None:
                     saves = flight.after if at > start else flight.saves
                     saves.append(SaveHidden(seq.slot, at, *sealed.hidden))
@@ -50,7 +51,8 @@ class Seals:
     def here(self, seq: Sequence, at: int, kind: Kind, now: int) -> None:
         """Seal rows that exist already."""
         assert seq.lease is not None
-        sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, now)
+        ttl_s = seq.lives.get(at, 0.0)
+        sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, now, ttl_s)
         if sealed is not None:
             self.late.append((seq, seq.slot, sealed))
 

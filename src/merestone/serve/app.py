@@ -8,9 +8,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from merestone import __version__
-from merestone.engine.api import CacheBusy
+from merestone.engine.api import CacheBusy, CacheQuery
 from merestone.serve import chat_completions, completions
 from merestone.serve.errors import ApiError
 from merestone.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -146,11 +147,16 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/cache")
-    async def cache() -> Response:
-        view = await asyncio.to_thread(engine.cache_view)
-        if not options.cache_tokens:
-            view = [{k: v for k, v in entry.items() if k != "token_ids"} for entry in view]
-        return JsonResponse({"object": "list", "data": view})
+    async def cache(
+        kind: str | None = None,
+        salt: str | None = None,
+        min_tokens: Annotated[int, Query(ge=0)] = 0,
+        after: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=10000)] = 1000,
+    ) -> Response:
+        query = CacheQuery(kind, salt, min_tokens, after, limit, options.cache_tokens)
+        page = await asyncio.to_thread(engine.cache_view, query)
+        return JsonResponse({"object": "list", "data": page.entries, "has_more": page.more})
 
     @app.post("/cache/reset")
     async def reset() -> Response:
@@ -170,6 +176,12 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         assert isinstance(error, ApiError)
         return answer(error)
 
+    async def query(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return answer(ApiError(f"{name}: {first['msg']}", name, "invalid_value"))
+
     async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers) if error.headers else None
@@ -184,6 +196,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         ApiError: refused,
+        RequestValidationError: query,
         HTTPException: http,
         ClientDisconnect: gone,
         Exception: failed,

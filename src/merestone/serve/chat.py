@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from merestone.serve.boundaries import TEXT_PARTS, Conversation, Cuts, Mark
 from merestone.serve.errors import ApiError, unsupported
 from merestone.serve.template import ChatTemplate, TemplateRefusal
 from merestone.serve.text import Vocabulary
 
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -28,7 +28,8 @@ ROLES = {
 class ChatPrompt:
     """A rendered conversation.
 
-    ``boundaries`` are (token count, kind), ascending, each verified to be an exact prefix.
+    ``boundaries`` are (token count, kind), ascending; ``lives`` (token count, seconds) of those
+    that the caller wants spared from eviction.
     ``header`` is the end of the prompt's text, which says how a reply begins; ``forced`` the
     beginning of the reply that the prompt already holds.
     """
@@ -36,6 +37,7 @@ class ChatPrompt:
     text: str
     tokens: tuple[int, ...]
     boundaries: tuple[tuple[int, str], ...]
+    lives: tuple[tuple[int, float], ...]
     header: str
     forced: str = ""
 
@@ -47,14 +49,15 @@ def build_prompt(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     forced: str = "",
+    marks: Sequence[Mark] = (),
 ) -> ChatPrompt:
     """Render a conversation and find its boundaries.
 
         [gMASK]<sop> tools, system messages | user, assistant, tool .. | <|assistant|> forced
-                                 instruction                     turn
+                                 instruction   message   tool    turn
 
-    The parts are rendered and tokenised separately and count only if their ids begin the whole
-    prompt's: a template may look ahead, and a tokenizer may merge over a seam.
+    The parts are rendered separately and count only if they begin the whole prompt and a token
+    ends with them: a template may look ahead, and a tokenizer may merge over a seam.
 
     Raises:
         ApiError: the template refuses the messages.
@@ -64,40 +67,23 @@ def build_prompt(
     except TemplateRefusal as error:
         raise ApiError(f"chat template: {error}", "messages", "template_error") from error
     tokens = vocabulary.encode(text)
-    leading = 0
-    while leading < len(messages) and messages[leading]["role"] == "system":
-        leading += 1
-    parts = [("turn", messages)]
-    if leading or tools:
-        parts.insert(0, ("instruction", messages[:leading]))
-    found: dict[int, str] = {}
-    for kind, part in parts:
-        count = _shared_prefix(vocabulary, template, part, tools, variables, tokens)
-        if count and (forced or count < len(tokens)):
-            found.setdefault(count, kind)
+    parts = Conversation(template, messages, tools, variables, Cuts(vocabulary, text, tokens))
+    found = parts.boundaries()
+    lives: dict[int, float] = {}
+    for mark in marks:
+        count = parts.place(mark)
+        found.setdefault(count, "mark")
+        lives[count] = max(mark.ttl_s, lives.get(count, 0.0))
+    # The prompt's own end is a boundary of another kind.
+    inside = [c for c in sorted(found) if c and (forced or c < len(tokens))]
     return ChatPrompt(
         text=text + forced,
         tokens=tokens + (vocabulary.encode(forced) if forced else ()),
-        boundaries=tuple(sorted(found.items())),
+        boundaries=tuple((count, found[count]) for count in inside),
+        lives=tuple((count, lives[count]) for count in inside if count in lives),
         header=text[-64:],
         forced=forced,
     )
-
-
-def _shared_prefix(
-    vocabulary: Vocabulary,
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    tokens: tuple[int, ...],
-) -> int:
-    """Tokens of these messages alone, if they begin ``tokens``; else 0."""
-    try:
-        part = vocabulary.encode(template.render(messages, tools, False, variables))
-    except TemplateRefusal:  # a template need not take a conversation without a user
-        return 0
-    return len(part) if tokens[: len(part)] == part else 0
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

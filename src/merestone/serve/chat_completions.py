@@ -9,6 +9,7 @@ from typing import Any
 
 from merestone.engine.api import Finished, GenerateRequest, TokenEvent
 from merestone.serve import glm
+from merestone.serve.boundaries import Mark, marks_of
 from merestone.serve.chat import ChatPrompt, build_prompt, normalise
 from merestone.serve.errors import ApiError
 from merestone.serve.flight import ChoiceStep, Flight
@@ -47,6 +48,13 @@ def render(
     if template is None:
         raise ApiError("The model has no chat template", "messages", "no_chat_template")
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
+    normal = normalise(messages)
+    marks = marks_of(messages, tools)
+    if isinstance(body, ChatBody) and (ttl_s := body.time_to_live()) is not None:
+        marks.append(Mark(len(messages), ttl_s))
+    for tool in tools:  # said to us, not to the model
+        tool.pop("cache_control", None)
+        tool["function"].pop("cache_control", None)
     variables = dict(body.chat_template_kwargs or {})
     forced = ""
     if choice not in (None, "none"):
@@ -54,8 +62,8 @@ def render(
         forced = _forced(choice, tools)
     elif body.enable_thinking is not None:
         variables["enable_thinking"] = body.enable_thinking
-    normal = normalise(messages)
-    return build_prompt(service.text.vocabulary, template, normal, tools, variables, forced)
+    vocabulary = service.text.vocabulary
+    return build_prompt(vocabulary, template, normal, tools, variables, forced, marks)
 
 
 def _forced(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -95,6 +103,8 @@ def prepare(service: Service, body: ChatBody) -> ChatCall:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         boundaries=prompt.boundaries,
+        lives=prompt.lives,
+        ends=() if (thought := marks[glm.END_THINK]) is None else ((thought, "reasoning"),),
         visible=[token for token in marks.values() if token is not None],
         bias=bias,
     )
@@ -173,7 +183,7 @@ class Reply:
 
 async def fold(service: Service, call: ChatCall, flight: Flight) -> dict[str, Any]:
     """The answer that is not a stream."""
-    usage = Usage([call.request])
+    usage = Usage([call.request], frank=service.options.cache_tokens)
     replies = [Reply.begin(call) for _ in range(call.request.n)]
     async for steps in flight.steps():
         for step in steps:
@@ -217,7 +227,7 @@ def _whole(service: Service, call: ChatCall, index: int, reply: Reply) -> dict[s
 
 async def chunks(service: Service, call: ChatCall, flight: Flight) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream."""
-    body, usage = call.body, Usage([call.request])
+    body, usage = call.body, Usage([call.request], frank=service.options.cache_tokens)
     envelope = service.envelope("chatcmpl", "chat.completion.chunk", call.request)
     replies = [Reply.begin(call) for _ in range(call.request.n)]
     async for steps in flight.steps():

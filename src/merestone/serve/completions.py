@@ -53,6 +53,8 @@ def prepare(service: Service, body: CompletionBody) -> CompletionCall:
             tokens = vocabulary.encode(prompt, body.add_special_tokens is not False)
         else:
             tokens = prompt
+        marks, ttl_s = _marks(body, len(tokens)), body.time_to_live()
+        lasting = body.cache_boundaries or [len(tokens)]
         request = generate_request(
             body,
             tokens,
@@ -61,7 +63,8 @@ def prepare(service: Service, body: CompletionBody) -> CompletionCall:
             max_tokens=max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=scored,
-            boundaries=_marks(body, len(tokens)),
+            boundaries=marks,
+            lives=() if ttl_s is None else tuple((at, ttl_s) for at in lasting),
         )
         requests.append(request)
         texts.append(prompt if isinstance(prompt, str) else vocabulary.decode(prompt))
@@ -98,7 +101,7 @@ class _Choice:
 
 async def fold(service: Service, call: CompletionCall, flight: Flight) -> dict[str, Any]:
     """The answer that is not a stream."""
-    usage = Usage(call.requests)
+    usage = Usage(call.requests, frank=service.options.cache_tokens)
     choices: dict[tuple[int, int], _Choice] = {}
     async for steps in flight.steps():
         for step in steps:
@@ -149,7 +152,7 @@ async def chunks(
     service: Service, call: CompletionCall, flight: Flight
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream."""
-    body, usage = call.body, Usage(call.requests)
+    body, usage = call.body, Usage(call.requests, frank=service.options.cache_tokens)
     envelope = service.envelope("cmpl", "text_completion", call.requests[0])
     tables: dict[tuple[int, int], LogprobTable] = {}
     async for steps in flight.steps():

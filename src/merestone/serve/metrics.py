@@ -19,19 +19,23 @@ LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5,
 ENGINE_COUNTERS = {
     "checkpoints_sealed": ("kind", "Checkpoints made of running requests"),
     "checkpoints_published": ("kind", "Checkpoints made visible to lookups"),
-    "checkpoints_discarded": ("reason", "Sealed checkpoints that were never published"),
+    "checkpoints_discarded": ("kind reason", "Checkpoints refused or dropped, not for room"),
     "checkpoints_restored": ("kind", "Checkpoints that a request resumed from"),
     "checkpoints_evicted": ("kind", "Checkpoints dropped for their frames"),
+    "saved_tokens": ("kind", "Tokens of the checkpoints that requests resumed from"),
+    "states_not_finite": (None, "Requests whose state was not finite"),
     "tokens_computed": (None, "Token rows computed, recomputed ones included"),
     "steps": (None, "Steps run"),
     "preemptions": (None, "Requests that lost their slot or their frames"),
 }
-"""Engine statistics that are counters: name, its label (None: a plain number), help."""
+"""Engine statistics that are counters: name, its labels (None: a plain number), help."""
 
 ENGINE_GAUGES = {
     "requests_running": (None, "Requests with a slot"),
     "requests_waiting": (None, "Requests without a slot"),
     "checkpoints": ("kind", "Checkpoints that can be resumed from"),
+    "checkpoint_bytes": ("kind", "Bytes that only one checkpoint holds"),
+    "checkpoints_spared": (None, "Checkpoints that a time to live spares from eviction"),
     "frames_total": (None, "Frames of the pool"),
     "frames_used": (None, "Frames that something refers to"),
     "frames_free": (None, "Frames that nothing refers to"),
@@ -163,7 +167,7 @@ class _EngineCollector(Collector):
 
 
 def _labels(label: str | None) -> list[str]:
-    return [] if label is None else [label]
+    return [] if label is None else label.split()
 
 
 def _fill(
@@ -177,5 +181,5 @@ def _fill(
         return family
     assert isinstance(value, Mapping), f"{family.name} needs a count for each {label}"
     for key, count in value.items():
-        family.add_metric([key], count)
+        family.add_metric(key.split(), count)
     return family

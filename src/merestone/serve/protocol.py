@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from merestone.serve.boundaries import LONGEST_TTL_S, time_to_live
 from merestone.serve.errors import ApiError, unsupported
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -95,6 +96,8 @@ class Sampled(Body):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=4096)] | None = None
     cache_prompt: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     priority: Int32 | None = None
 
     def check(self) -> None:
@@ -107,6 +110,17 @@ class Sampled(Body):
             raise ApiError("stream_options needs stream", "stream_options", "invalid_value")
         if self.stream and self.prompt_logprobs is not None:
             raise unsupported("prompt_logprobs", "prompt_logprobs in a stream")
+
+    def time_to_live(self) -> float | None:
+        """Seconds for which the prompt as a whole shall be spared from eviction, in Anthropic's
+        spelling or in OpenAI's; None if nothing is said.
+
+        Raises:
+            ApiError: a ``cache_control`` that is none.
+        """
+        if self.cache_control is not None:
+            return time_to_live(self.cache_control, "cache_control")
+        return LONGEST_TTL_S if self.prompt_cache_retention == "24h" else None
 
     @property
     def stop_strings(self) -> list[str]:

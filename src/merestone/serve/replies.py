@@ -82,11 +82,16 @@ def stop_reason(info: EngineInfo, end: Finished) -> int | str | None:
 
 
 class Usage:
-    """Token counts of a flight. Prompt tokens count once for all choices of a prompt."""
+    """Token counts of a flight. Prompt tokens count once for all choices of a prompt.
 
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+    Unless ``frank``, a client does not learn that another salt holds its prompt: it is then as
+    unknown as to anybody else.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest], *, frank: bool) -> None:
         self._prompt = [len(request.tokens) for request in requests]
         self._cache: list[CacheReport | None] = [None] * len(requests)
+        self._frank = frank
         self._completion = 0
         self.reasoning = 0
 
@@ -102,7 +107,13 @@ class Usage:
         prompt = sum(self._prompt)
         reports = [cache or CacheReport() for cache in self._cache]
         accounts = [
-            {"matched": c.matched, "restored": c.restored, "boundary": c.kind, "lost": c.lost}
+            {
+                "matched": c.matched,
+                "restored": c.restored,
+                "boundary": c.kind,
+                "lost": c.lost if self._frank or c.lost != "other_salt" else "unknown",
+                "written": c.written,
+            }
             for c in reports
         ]
         account: dict[str, Any] = dict(accounts[0])
@@ -111,7 +122,8 @@ class Usage:
                 "matched": sum(c.matched for c in reports),
                 "restored": sum(c.restored for c in reports),
                 "boundary": None,
-                "lost": next((c.lost for c in reports if c.lost), ""),
+                "lost": next((a["lost"] for a in accounts if a["lost"]), ""),
+                "written": sum(c.written for c in reports),
                 "prompts": accounts,
             }
         return {

@@ -28,6 +28,8 @@ def generate_request(
     logprobs: int | None,
     prompt_logprobs: int | None,
     boundaries: tuple[tuple[int, str], ...],
+    lives: tuple[tuple[int, float], ...] = (),
+    ends: tuple[tuple[int, str], ...] = (),
     visible: Collection[int] = frozenset(),
     bias: Mapping[int, float] | None = None,
 ) -> GenerateRequest:
@@ -63,6 +65,8 @@ def generate_request(
         max_tokens=max_tokens,
         n=body.n or 1,
         boundaries=boundaries,
+        ends=ends,
+        lives=lives,
         salt=body.cache_salt or "",
         cache=body.cache_prompt is not False,
         priority=body.priority or 0,

@@ -1,0 +1,34 @@
+"""Why a prompt restores less than the cache knows, or has known.
+
+Knows a match, the graves and the tree of each root; changes nothing.
+"""
+
+from __future__ import annotations
+
+from merestone.core.cache import Cache
+from merestone.core.checkpoint import Match, Root
+from merestone.core.index import Tokens
+
+OTHER_ROOTS = 64
+"""Roots, the youngest ones, that an explanation looks into."""
+
+
+def explain(cache: Cache, root: Root, tokens: Tokens, found: Match) -> tuple[int, str]:
+    """How many of ``tokens`` are known or were, and why ``found`` restores fewer ("": it does not).
+
+    Beyond the reasons of a match: what became of the deepest boundary on the way ("evicted",
+    "window_hole", "no_room", or why it was discarded), or "other_salt" if another root knows at
+    least a chunk more.
+    """
+    if found.lost not in ("", "unknown", "no_boundary"):
+        return found.known, found.lost
+    buried, why = cache.shelf.graves.deepest(root, tokens)
+    if buried > found.at:
+        return max(buried, found.known), why
+    wanted = found.known + cache.spec.chunk
+    if found.lost and found.known < cache.spec.chunk:
+        tops = cache.shelf.index.tops
+        for other in [top for top in reversed(tops) if top != root][:OTHER_ROOTS]:
+            if cache.shelf.index.walk(other, tokens)[0] >= wanted:
+                return found.known, "other_salt"
+    return found.known, found.lost
