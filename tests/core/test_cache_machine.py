@@ -18,7 +18,7 @@ from merestone.core.checkpoint import Checkpoint, Kind, State
 
 EXAMPLES, STEPS = 450, 90
 SEEN: Counter[str] = Counter()
-EFFECTS = ("copies", "restored", "evicted", "no_room", "accepted")
+EFFECTS = ("copies", "restored", "evicted", "no_room", "accepted", "spared", "spared_evicted")
 
 LIMIT = 48
 SMALL = st.integers(0, 63)
@@ -33,6 +33,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = Cache(spec)
         self.contents = FrameContents(self.cache)
         self.runs: list[Run] = []
+        self.spared: list[Checkpoint] = []
+        # The last resort of a request alone in the pool chooses by anchor, not by key.
+        self.by_anchor, evict_anchor = False, self.cache.shelf.evict_anchor
+
+        def noted(frames: tuple[int, ...]) -> bool:
+            self.by_anchor |= evict_anchor(frames)
+            return self.by_anchor
+
+        self.cache.shelf.evict_anchor = noted  # type: ignore[method-assign]
         self.known: dict[tuple[object, tuple[int, ...]], Checkpoint] = {}
         self.saved: list[Checkpoint] = []
         self.now = 0
@@ -62,6 +71,21 @@ class CacheMachine(RuleBasedStateMachine):
         live = {c.id for c in self.cache.checkpoints() if not c.doomed}
         self.known = {key: c for key, c in self.known.items() if c.id in live}
         assert len(self.known) == len(live)
+        self.check_spared(verb)
+
+    def check_spared(self, verb: str) -> None:
+        """What was spared before this verb was not evicted while something else could be."""
+        shelf = self.cache.shelf
+        gone = [c for c in self.spared if c.state is State.DROPPED]
+        if gone and verb not in ("discard", "reset") and not self.by_anchor:
+            SEEN["spared_evicted"] += 1
+            spared = {c.id for c in self.spared}
+            left = [c.id for c in shelf.evictable.values() if c.id not in spared]
+            assert not left, f"{[c.id for c in gone]} went before {left}"
+        self.by_anchor = False
+        ids = shelf.spared()
+        SEEN["spared"] += len(ids)
+        self.spared = [shelf.live[key] for key in sorted(ids)]
 
     @precondition(lambda self: len(self.runs) < 4)
     @rule(root=st.sampled_from(ROOTS), trunk=st.integers(0, 1), cut=SMALL, tail=SMALL, cap=SMALL)
@@ -94,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         number = self.runs.index(run)
         for more in (cut % 7, 20):
             self.extend(number, more, 1, False)
-            self.seal(number, 0, Kind.PROMPT)
+            self.seal(number, 0, Kind.PROMPT, float(tail % 2))
             self.step(True)
         while self.saved:
             self.commit(0, tail % 8 > 0)
@@ -158,8 +182,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.finish("extend")
 
     @precondition(lambda self: self.runs)
-    @rule(number=SMALL, back=SMALL, kind=st.sampled_from(list(Kind)))
-    def seal(self, number: int, back: int, kind: Kind) -> None:
+    @rule(
+        number=SMALL,
+        back=SMALL,
+        kind=st.sampled_from(list(Kind)),
+        ttl_s=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
+    )
+    def seal(self, number: int, back: int, kind: Kind, ttl_s: float) -> None:
         """Seals wherever the anchor is right never miss a page; a refusal is counted."""
         run = self.pick(number)
         if run is None:
@@ -170,7 +199,7 @@ class CacheMachine(RuleBasedStateMachine):
         holes = counters.discards("window_hole")
         key = (lease.root, tuple(run.tokens[: max(at, 0)]))
         known = self.known.get(key)
-        checkpoint = self.cache.seal(lease, run.array(), at, kind, self.now)
+        checkpoint = self.cache.seal(lease, run.array(), at, kind, self.now, ttl_s)
         after = (sum(counters.discarded.values()), counters.duplicate, counters.no_room)
         if checkpoint is None:
             assert sum(after) == sum(before) + 1
@@ -196,6 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
     def settle_steps(self, settled: bool) -> None:
         """Execute the plan; with overlap its references are dropped only later."""
         self.now += 1
+        self.cache.tick(float(self.now))
         self.saved += self.contents.execute()
         if settled:
             for run in self.runs:
@@ -279,3 +309,5 @@ def test_the_machine_did_enough() -> None:
     assert len(verbs) == 12
     assert min(SEEN[effect] for effect in ("copies", "restored", "evicted", "accepted")) > 300
     assert SEEN["no_room"]
+    assert SEEN["spared"] > 300
+    assert SEEN["spared_evicted"]

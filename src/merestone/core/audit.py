@@ -118,6 +118,8 @@ def _holds(cache: Cache, live: Iterable[Checkpoint], leases: Sequence[Lease]) ->
         if may_go:
             evictable.append(checkpoint.id)
     assert sorted(cache.shelf.evictable) == sorted(evictable), "the evictable checkpoints"
+    due = {c.id for c in live if c.until_s > cache.shelf.seconds}
+    assert due <= set(cache.shelf.marked) <= {c.id for c in live if c.ttl_s}, "the marked ones"
 
 
 def _references(cache: Cache, live: Iterable[Checkpoint], leases: Sequence[Lease]) -> None:

@@ -50,6 +50,7 @@ class EngineOptions:
     "random" makes weights in memory, the same ones every time, for measurements at true sizes
     (the directory then needs config.json and a tokenizer only). ``page`` None chooses the page
     size. ``frames`` overrides what ``memory`` would give. ``retention``: see ``core/gate.py``.
+    ``mark_share``: see ``CacheSpec``.
     ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
     With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank.
     """
@@ -62,6 +63,7 @@ class EngineOptions:
     memory: int = 512 << 20
     token_budget: int = 512
     retention: str = "auto"
+    mark_share: float = 0.25
     page: int | None = None
     frames: int | None = None
     poison: bool = False
@@ -228,6 +230,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         anchor_frames=facts.anchor_frames,
         hidden_rows=facts.hidden_rows,
         drafts=facts.drafts,
+        mark_share=options.mark_share,
     )
     cache = Cache(spec)
     capacity = cache.capacity()

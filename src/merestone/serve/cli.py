@@ -63,6 +63,10 @@ ModelDir = Annotated[
 CacheTokens = Annotated[
     bool, typer.Option("--cache-tokens", help="GET /cache lists token ids, which are users' texts.")
 ]
+MarkShare = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Part of the pool that marks with a time to live may keep."),
+]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Print what is kept here, and why; then end.")
 ]
@@ -144,6 +148,7 @@ def serve(
     frames: Annotated[int | None, typer.Option(min=1, help="Instead of --memory.")] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
+    mark_share: MarkShare = 0.25,
     explain: Explain = False,
     store: Stores = None,
     store_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for stores.")] = 2.0,
@@ -187,6 +192,7 @@ def serve(
         memory=parse_size(memory),
         token_budget=token_budget,
         retention=retention,
+        mark_share=mark_share,
         frames=frames,
         stores=tuple(store or ()),
         store_wait=store_wait,
