@@ -17,6 +17,7 @@ from merestone.models.interface import Model
 from merestone.models.loader import load_model
 from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
+from merestone.spec.interface import Drafter
 from models.plain_loop import PlainLoop
 
 
@@ -43,10 +44,10 @@ def stream(count: int, key: int) -> tuple[int, ...]:
 class Real:
     """``send`` queues, ``drain`` runs to rest with the audit after every step."""
 
-    def __init__(self, model: Model, **options) -> None:
+    def __init__(self, model: Model, drafter: Drafter | None = None, **options) -> None:
         options.setdefault("frames", 600)
         options.setdefault("poison", True)
-        self.engine: LocalEngine = assemble(model, EngineOptions(**options), "tiny")
+        self.engine: LocalEngine = assemble(model, EngineOptions(**options), "tiny", drafter)
         self.model = model
         self.count = 0
         self.segments = 0

@@ -87,6 +87,16 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftReport:
+    """What became of a choice's drafts: ``steps`` verified some; ``drafted`` and ``accepted``
+    count them by their place behind the newest token."""
+
+    steps: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds since the request was submitted. A choice without a token has no first one."""
 
@@ -120,6 +130,7 @@ class Finished:
     ``reason`` is "stop", "length", "abort" or "error"; ``stop`` the token id or the string that
     stopped it (None for other reasons). ``text`` is the rest of its text. ``prompt_logprobs`` of
     choice 0 has an entry for every prompt token, None for the first; other choices have none.
+    ``drafts`` is None where no draft was verified.
     """
 
     choice: int
@@ -132,6 +143,7 @@ class Finished:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
     timing: Timing
     error: str | None = None
+    drafts: DraftReport | None = None
 
 
 Event = Started | TokenEvent | Finished

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from merestone.core.checkpoint import Kind
 from merestone.engine.api import (
     CacheReport,
+    DraftReport,
     EngineInfo,
     EngineRefusal,
     Event,
@@ -23,6 +24,7 @@ from merestone.engine.api import (
 )
 from merestone.sched.plan import WorkResult
 from merestone.sched.request import Sequence
+from merestone.sched.tally import Tally
 
 
 def check(request: GenerateRequest, info: EngineInfo) -> None:
@@ -138,4 +140,11 @@ class Choice:
                 total_s=now - self.submitted,
             ),
             error=error,
+            drafts=_drafts(seq.tally),
         )
+
+
+def _drafts(tally: Tally) -> DraftReport | None:
+    if tally.steps == 0:
+        return None
+    return DraftReport(tally.steps, tuple(tally.drafted), tuple(tally.accepted))

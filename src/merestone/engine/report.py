@@ -64,6 +64,7 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         held_bytes[str(checkpoint.kind)] += int(cache.own_bytes(checkpoint))
     anchors = {frame for frames in held for frame in frames}
     counts = cache.counters
+    drafts = scheduler.depth.tally
     return {
         "checkpoints_sealed": _labels(counts.sealed),
         "checkpoints_published": _labels(counts.published),
@@ -77,6 +78,9 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "steps": float(scheduler.step),
         "failed_steps": float(counters["failed_steps"]),
         "preemptions": float(scheduler.counters["preemptions"]),
+        "draft_steps": float(drafts.steps),
+        "drafts_verified": _places(drafts.drafted),
+        "drafts_accepted": _places(drafts.accepted),
         "states_not_finite": float(scheduler.counters["not_finite"]),
         "requests_running": float(len(scheduler.running)),
         "requests_waiting": float(len(scheduler.waiting)),
@@ -89,6 +93,10 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "frames_anchors": float(len(anchors)),
         "frame_bytes": float(cache.spec.frame_bytes),
     }
+
+
+def _places(counts: list[int]) -> dict[str, float]:
+    return {str(place): float(count) for place, count in enumerate(counts, 1)}
 
 
 def _labels(counts: object) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from merestone.sched.request import Sequence
+from merestone.sched.tally import Tally
 
 WEIGHT = 0.25
 """Weight of the newest step in a sequence's mean of accepted drafts."""
@@ -20,6 +21,7 @@ class Depth:
     def __init__(self, most: int = 0, *, adaptive: bool = False) -> None:
         self.most = most
         self.adaptive = adaptive
+        self.tally = Tally()
 
     def trim(self, decodes: Rows[Sequence], rows: int) -> int:
         """Drop drafts that cannot be needed, or that do not fit into ``rows``, deepest first.
@@ -46,8 +48,8 @@ class Depth:
         """A step verified ``drafted`` drafts of ``seq`` and accepted some."""
         if drafted == 0:
             return
-        seq.drafted += drafted
-        seq.accepted += accepted
+        self.tally.note(drafted, accepted)
+        seq.tally.note(drafted, accepted)
         # All of them: one more might have been.
         reach = accepted + (accepted == drafted)
         mean = reach if seq.acceptance is None else seq.acceptance

@@ -16,6 +16,7 @@ from merestone.core.cache import Cache, Lease, Match
 from merestone.core.checkpoint import Checkpoint, Kind, Root
 from merestone.core.explain import explain
 from merestone.sched.plan import SamplingParams, TokenLogprob
+from merestone.sched.tally import Tally
 
 Tokens = NDArray[np.int32]
 
@@ -75,8 +76,7 @@ class Sequence:
     admitted: bool = False
     preemptions: int = 0
     drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    tally: Tally = field(default_factory=Tally)
     acceptance: float | None = None
     """Drafts accepted a step, lately."""
     scored: list[TokenLogprob] = field(default_factory=list)

@@ -26,6 +26,9 @@ ENGINE_COUNTERS = {
     "states_not_finite": (None, "Requests whose state was not finite"),
     "tokens_computed": (None, "Token rows computed, recomputed ones included"),
     "steps": (None, "Steps run"),
+    "draft_steps": (None, "Works that verified drafts"),
+    "drafts_verified": ("place", "Drafts verified, by place behind the newest token"),
+    "drafts_accepted": ("place", "Drafts that were what the model drew"),
     "preemptions": (None, "Requests that lost their slot or their frames"),
 }
 """Engine statistics that are counters: name, its labels (None: a plain number), help."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from merestone.engine.api import CacheReport, EngineInfo, Finished, GenerateRequest
+from merestone.engine.api import CacheReport, DraftReport, EngineInfo, Finished, GenerateRequest
 from merestone.sched.plan import TokenLogprob
 from merestone.serve.errors import ApiError
 from merestone.serve.flight import ChoiceStep, unless_disconnected
@@ -93,11 +94,14 @@ class Usage:
         self._cache: list[CacheReport | None] = [None] * len(requests)
         self._frank = frank
         self._completion = 0
+        self._drafts: list[DraftReport] = []
         self.reasoning = 0
 
     def add(self, step: ChoiceStep) -> None:
         """Count a step. The first choice speaks for the prompt."""
         self._completion += len(step.tokens)
+        if step.finished and step.finished.drafts:
+            self._drafts.append(step.finished.drafts)
         report = step.finished.cache if step.finished else step.started
         if report is not None and step.choice == 0:
             self._cache[step.prompt] = report
@@ -126,6 +130,8 @@ class Usage:
                 "written": sum(c.written for c in reports),
                 "prompts": accounts,
             }
+        if self._drafts:
+            account["speculation"] = speculation(self._drafts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion,
@@ -134,6 +140,21 @@ class Usage:
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
             "merestone": account,
         }
+
+
+def speculation(reports: list[DraftReport]) -> dict[str, Any]:
+    """Drafts of all choices: counts, accepted ones a verifying step, and both by place."""
+    steps = sum(report.steps for report in reports)
+    drafted = [sum(counts) for counts in zip_longest(*(r.drafted for r in reports), fillvalue=0)]
+    accepted = [sum(counts) for counts in zip_longest(*(r.accepted for r in reports), fillvalue=0)]
+    return {
+        "steps": steps,
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+        "mean_accepted": round(sum(accepted) / steps, 3),
+        "drafted_at": drafted,
+        "accepted_at": accepted,
+    }
 
 
 def finite(logprob: float) -> float:
