@@ -163,3 +163,30 @@ def step(
     if not wanting:
         return []
     return drafter.propose(rows, pages).ids.tolist()
+
+
+def everywhere(
+    drafter: Drafter, pages: Pages, text: Text, positions: Sequence[int]
+) -> list[list[int]]:
+    """All of a text observed at once, then proposals after each of ``positions``."""
+    length, none = len(text.hidden), torch.zeros(0, dtype=torch.int64)
+    for group in pages.groups:
+        text.tables[group] = [pages.take() for _ in range(-(-length // PAGE))]
+    table = {group: torch.tensor(frames) for group, frames in text.tables.items()}
+    wanting = [
+        Continuation(p, text.ids[p], drafter.depth, p - 1, table, text.params, 0) for p in positions
+    ]
+    batch = Batch(
+        torch.tensor(text.ids[1 : length + 1]),
+        torch.arange(length),
+        (Segment(0, 0, length, table, 0, none, 0, none),),
+        CHUNK,
+        {},
+    )
+    rows = DraftRows(batch, text.hidden, text.features, ())
+    drafter.observe(rows, pages)
+    found: list[list[int]] = []
+    for first in range(0, len(wanting), 32):
+        rows.continuations = tuple(wanting[first : first + 32])
+        found += drafter.propose(rows, pages).ids.tolist()
+    return found
