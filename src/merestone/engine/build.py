@@ -32,6 +32,7 @@ from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.parallel.world import SINGLE, World
 from merestone.sched.depth import Depth
 from merestone.sched.scheduler import Scheduler
+from merestone.spec.build import draft_directory, load_drafter, parse_speculation
 from merestone.spec.interface import Drafter
 from merestone.store.desk import StoreSettings
 from merestone.store.lane import Bell
@@ -52,7 +53,8 @@ class EngineOptions:
     size. ``frames`` overrides what ``memory`` would give. ``retention``: see ``core/gate.py``.
     ``mark_share``: see ``CacheSpec``.
     ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
-    With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank.
+    With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank. ``speculate`` and
+    ``draft``: see ``spec/build.py``.
     """
 
     dtype: str | None = None
@@ -70,6 +72,8 @@ class EngineOptions:
     stores: tuple[str, ...] = ()
     store_wait: float = 2.0
     ranks: RankOptions = field(default_factory=RankOptions)
+    speculate: str = "none"
+    draft: str | None = None
 
 
 def build_engine(directory: Path, options: EngineOptions, name: str | None = None) -> LocalEngine:
@@ -90,8 +94,14 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     if options.ranks.tp > 1:
         return _over_ranks(directory, options, name)
     set_threads(directory, options)
-    weights = fingerprint(directory, options.load_format) if options.stores else ""
-    return assemble(load(directory, options), options, name, weights=weights)
+    weights = ""
+    if options.stores:
+        weights = fingerprint(directory, options.load_format)
+        if options.speculate == "dflash":
+            weights += fingerprint(draft_directory(options.draft, directory))
+    model = load(directory, options)
+    drafter = load_draft(directory, options, model)
+    return assemble(model, options, name, drafter, weights)
 
 
 def set_threads(directory: Path, options: EngineOptions, share: int = 1) -> None:
@@ -107,6 +117,14 @@ def load(directory: Path, options: EngineOptions, world: World = SINGLE) -> Mode
     """The model that ``options`` name, or a rank's share of it."""
     dtype = DTYPES[options.dtype] if options.dtype else None
     return load_model(directory, dtype, options.max_model_len, options.load_format, world=world)
+
+
+def load_draft(
+    directory: Path, options: EngineOptions, model: Model, world: World = SINGLE
+) -> Drafter | None:
+    """The drafter that ``options`` name, or a rank's share of it."""
+    speculation = parse_speculation(options.speculate)
+    return load_drafter(speculation, options.draft, directory, model, options.load_format, world)
 
 
 def lend_ranks(directory: Path, options: EngineOptions) -> str | None:
@@ -132,7 +150,7 @@ def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngi
 
 def gate_setup(options: EngineOptions) -> Setup:
     """What the retention gate must know of these options."""
-    return Setup(asked=options.retention)
+    return Setup(asked=options.retention, speculation=parse_speculation(options.speculate).gate)
 
 
 def retention_of(options: EngineOptions) -> tuple[str, str, list[tuple[str, str, str, bool]]]:
@@ -246,7 +264,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         cache,
         slots=options.max_running,
         token_budget=options.token_budget,
-        depth=Depth(facts.drafts),
+        depth=Depth(facts.drafts, adaptive=parse_speculation(options.speculate).adaptive),
     )
     retention, reason = choose(gate_setup(options), CHUNK)
     info = EngineInfo(

@@ -175,6 +175,7 @@ class Glm5Next:
             family="glm5_next",
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
             max_length=config.max_length,
             eos_ids=config.eos_ids,
             dtype=dtype,

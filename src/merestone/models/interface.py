@@ -22,6 +22,7 @@ class ModelInfo:
     family: str
     vocab_size: int
     hidden_size: int
+    num_layers: int
     max_length: int
     eos_ids: tuple[int, ...]
     dtype: torch.dtype

@@ -149,6 +149,12 @@ def serve(
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
     mark_share: MarkShare = 0.25,
+    speculate: Annotated[
+        str, typer.Option(help="none, mtp:1 to mtp:7, mtp:auto or dflash.")
+    ] = "none",
+    draft: Annotated[
+        str | None, typer.Option(help="Directory of a DFlash draft. Default: MODEL_DIR/draft.")
+    ] = None,
     explain: Explain = False,
     store: Stores = None,
     store_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for stores.")] = 2.0,
@@ -196,6 +202,8 @@ def serve(
         frames=frames,
         stores=tuple(store or ()),
         store_wait=store_wait,
+        speculate=speculate,
+        draft=draft,
         ranks=ranks,
     )
     if explain:

@@ -31,7 +31,7 @@ class DFlashDrafter:
         self._model = model
         self.depth = config.block - 1
         self.features = config.taps
-        self.groups = (DraftGroup(GROUP, window=config.context),)
+        self.groups: tuple[DraftGroup, ...] = (DraftGroup(GROUP, window=config.context),)
 
     def fields(self) -> tuple[Field, ...]:
         return self.draft.fields()

@@ -14,7 +14,7 @@ import torch
 
 from merestone import __version__
 from merestone.device.runner import Runner
-from merestone.engine.build import EngineOptions, build_rank, load, set_threads
+from merestone.engine.build import EngineOptions, build_rank, load, load_draft, set_threads
 from merestone.engine.facts import Facts
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome, flat
@@ -71,7 +71,7 @@ def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
         config.rank, ranks.tp, ranks.dcp, rendezvous=welcome.rendezvous, timeout_s=ranks.step_s
     )
     model = load(directory, options, world)
-    runner, facts = build_rank(model, options)
+    runner, facts = build_rank(model, options, load_draft(directory, options, model, world))
     return WorkerRank(runner, world), facts
 
 
