@@ -25,7 +25,7 @@ MAY_IMPORT = {
 # The text side builds its default model with `models.tiny`; sampling parameters live in the plan.
 EXTRA = {
     "serve": {"merestone.models.tiny", "merestone.models.loader", "merestone.sched.plan"},
-    "engine": set[str](),
+    "engine": {"merestone.parallel.world"},
 }
 NO_TORCH = ("core", "sched", "store", "serve", "probe")
 

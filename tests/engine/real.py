@@ -16,6 +16,7 @@ from merestone.engine.engine import LocalEngine
 from merestone.models.interface import Model
 from merestone.models.loader import load_model
 from merestone.models.tiny import write_tiny
+from merestone.parallel.world import SINGLE, World
 from merestone.sched.plan import SamplingParams
 from merestone.spec.interface import Drafter
 from models.plain_loop import PlainLoop
@@ -44,11 +45,15 @@ def stream(count: int, key: int) -> tuple[int, ...]:
 class Real:
     """``send`` queues, ``drain`` runs to rest with the audit after every step."""
 
-    def __init__(self, model: Model, drafter: Drafter | None = None, **options) -> None:
+    def __init__(
+        self, model: Model, drafter: Drafter | None = None, world: World = SINGLE, **options
+    ) -> None:
         options.setdefault("frames", 600)
         options.setdefault("poison", True)
-        self.engine: LocalEngine = assemble(model, EngineOptions(**options), "tiny", drafter)
+        options = EngineOptions(**options)
+        self.engine: LocalEngine = assemble(model, options, "tiny", drafter, world=world)
         self.model = model
+        self.world = world
         self.count = 0
         self.segments = 0
         forward = model.forward

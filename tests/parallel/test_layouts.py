@@ -12,11 +12,13 @@ from parallel.ranks import Ranks
 LAYOUTS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
 
-# A bf16 sum over ranks and dense attention need no layout of their own each.
+# Families and dtypes need no layout of their own each.
 SCHEDULES = [
-    *((tp, dcp, case) for tp, dcp in LAYOUTS for case in ("glm", "kimi")),
-    *((tp, dcp, "glm bf16") for tp, dcp in ((2, 1), (4, 4))),
-    *((tp, dcp, "glm dense") for tp, dcp in ((2, 2), (4, 2))),
+    *((tp, dcp, "glm") for tp, dcp in LAYOUTS),
+    (2, 2, "glm dense"),
+    (2, 2, "kimi"),
+    (4, 4, "kimi"),
+    (4, 2, "glm bf16"),
 ]
 
 
@@ -28,7 +30,7 @@ def test_any_schedule_has_the_bits_of_one_pass(ranks: Ranks, tp: int, dcp: int, 
 @pytest.mark.parametrize("case", ["glm", "glm dense", "kimi"])
 def test_layouts_agree_but_for_rounding(ranks: Ranks, case: str) -> None:
     alone, scores = passes.logits(SINGLE, case, 150)
-    for tp, dcp in LAYOUTS:
+    for tp, dcp in LAYOUTS[::2]:
         answers = ranks.run(passes.logits, tp, dcp, case, 150)
         for hidden, logits in answers:
             assert torch.equal(hidden, answers[0][0])

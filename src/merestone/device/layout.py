@@ -48,10 +48,13 @@ class Layout:
         for group in self.groups:
             used = group.page * self.row_bytes[group.name]
             share = 100 * used / self.frame_bytes
-            lines.append(
+            line = (
                 f"group {group.name}: page {group.page} tokens x {self.row_bytes[group.name]:,} B"
                 f" ({share:.0f}% of a frame)"
             )
+            if group.shard > 1:
+                line += f" on each of {group.shard} ranks, dealt in runs of {group.interleave}"
+            lines.append(line)
         if self.anchor_frames:
             lines.append(f"anchor {self.anchor_bytes:,} B in {self.anchor_frames} frames")
         lines.append(f"hidden rows {self.hidden_bytes:,} B, {self.hidden_rows} a frame")
@@ -138,6 +141,7 @@ def plan_layout(
     full_page: int | None = None,
     draft_groups: tuple[DraftGroup, ...] = (),
     lag: int = 0,
+    dcp: int = 1,
 ) -> Layout:
     """Choose the page of the ``full`` group (unless given) so that little of a frame is wasted.
 
@@ -145,6 +149,11 @@ def plan_layout(
     fits (at most a chunk). The choice minimises the bytes that one boundary pins on its own: its
     anchor, half a chunk of open rows, and one part-filled full page; of the sizes that come close
     to the least, the largest is taken. A drafter's groups (with its ``lag``) make do with that.
+
+    ``dcp`` ranks share the tokens of the ``full`` group, in the shortest runs that keep an index
+    pool on one of them. All sizes are those of one rank, and every rank has the same: a page then
+    covers ``dcp`` times its tokens. Other groups are whole on each rank. Recurrent layers share
+    heads, which is why their pages cover no more tokens than before; windows are short.
 
     Raises:
         ValueError: no page size fits, or ``full_page`` is not a usable one.
@@ -158,8 +167,9 @@ def plan_layout(
     least = min(choice.pinned for choice in choices)
     best = max((c for c in choices if c.pinned <= SLACK * least), key=lambda c: c.page)
 
-    sizes = {"full": best.page, "open": best.open_page}
-    groups = [GroupSpec(h, page=sizes[h], open=h == "open") for h in sizes if homes[h]]
+    full = GroupSpec("full", best.page, dcp, page_multiple if dcp > 1 else 1)
+    groups = [full, GroupSpec("open", best.open_page, open=True)]
+    groups = [group for group in groups if homes[group.name]]
     groups += [_draft_group(g, lag, homes[g.name], best.frame_bytes) for g in draft_groups]
     offsets: dict[tuple[int, str], int] = {}
     for group in groups:

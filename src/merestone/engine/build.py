@@ -181,10 +181,11 @@ def assemble(
     name: str,
     drafter: Drafter | None = None,
     weights: str = "unnamed",
+    world: World = SINGLE,
 ) -> LocalEngine:
     """An engine around a loaded model, in this process. Stores know the model as ``weights``."""
     specs = [parse_store(text) for text in options.stores]
-    runner, facts = build_rank(model, options, drafter)
+    runner, facts = build_rank(model, options, drafter, world)
     engine = engine_over(runner, facts, options, name)
     if specs:
         tiers = open_tiers(specs)
@@ -200,7 +201,10 @@ def assemble(
 
 
 def build_rank(
-    model: Model, options: EngineOptions, drafter: Drafter | None = None
+    model: Model,
+    options: EngineOptions,
+    drafter: Drafter | None = None,
+    world: World = SINGLE,
 ) -> tuple[Runner, Facts]:
     """The doing side of one rank: layout, arena and runner around a loaded model."""
     info = model.info
@@ -213,9 +217,17 @@ def build_rank(
         full_page=options.page,
         draft_groups=drafter.groups if drafter else (),
         lag=drafter.lag if drafter else 0,
+        dcp=world.dcp,
     )
     frames = options.frames or options.memory // layout.frame_bytes
-    arena = Arena(layout, fields, frames, hidden_dtype=info.dtype, poison=options.poison)
+    arena = Arena(
+        layout,
+        fields,
+        frames,
+        hidden_dtype=info.dtype,
+        poison=options.poison,
+        rank=world.neighbours.rank,
+    )
     facts = Facts(
         vocab_size=info.vocab_size,
         max_length=info.max_length,
