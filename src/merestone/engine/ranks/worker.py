@@ -71,7 +71,8 @@ def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
         config.rank, ranks.tp, ranks.dcp, rendezvous=welcome.rendezvous, timeout_s=ranks.step_s
     )
     model = load(directory, options, world)
-    runner, facts = build_rank(model, options, load_draft(directory, options, model, world))
+    drafter = load_draft(directory, options, model, world)
+    runner, facts = build_rank(model, options, drafter, world)
     return WorkerRank(runner, world), facts
 
 
