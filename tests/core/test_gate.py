@@ -8,6 +8,7 @@ import pytest
 
 from merestone.core.gate import (
     DEFAULT_GRID,
+    PROVEN_LAYOUTS,
     SPECULATION,
     STORES,
     GateRefusal,
@@ -79,3 +80,9 @@ def test_the_table_says_what_the_gate_does(setup: Setup) -> None:
     assert len(reasons) == len(obstacles(setup))
     kept = {retention for _, retention, _, _ in here}
     assert (f"aligned:{DEFAULT_GRID}" in kept) == (choose(setup, 64)[0].mode == "aligned")
+
+
+def test_the_layouts_that_tests_prove() -> None:
+    """tests/parallel and tests/ranks run these, and no other ones."""
+    proven = {(tp, dcp) for tp in (1, 2, 4) for dcp in (1, 2, 4) if tp % dcp == 0}
+    assert proven == PROVEN_LAYOUTS

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from merestone.core.cache import Cache, CacheSpec
-from merestone.core.gate import Setup, choose, table
+from merestone.core.gate import PROVEN_LAYOUTS, Setup, choose, table
 from merestone.device.arena import Arena
 from merestone.device.layout import plan_layout
 from merestone.device.porter import Porter
@@ -150,7 +150,14 @@ def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngi
 
 def gate_setup(options: EngineOptions) -> Setup:
     """What the retention gate must know of these options."""
-    return Setup(asked=options.retention, speculation=parse_speculation(options.speculate).gate)
+    layout = (options.ranks.tp, options.ranks.dcp)
+    return Setup(
+        asked=options.retention,
+        speculation=parse_speculation(options.speculate).gate,
+        tp=options.ranks.tp,
+        dcp=options.ranks.dcp,
+        proven=layout in PROVEN_LAYOUTS,
+    )
 
 
 def retention_of(options: EngineOptions) -> tuple[str, str, list[tuple[str, str, str, bool]]]:
