@@ -94,14 +94,18 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     if options.ranks.tp > 1:
         return _over_ranks(directory, options, name)
     set_threads(directory, options)
-    weights = ""
-    if options.stores:
-        weights = fingerprint(directory, options.load_format)
-        if options.speculate == "dflash":
-            weights += fingerprint(draft_directory(options.draft, directory))
+    weights = weights_of(directory, options) if options.stores else ""
     model = load(directory, options)
     drafter = load_draft(directory, options, model)
     return assemble(model, options, name, drafter, weights)
+
+
+def weights_of(directory: Path, options: EngineOptions) -> str:
+    """The fingerprint of all weights that ``options`` name."""
+    weights = fingerprint(directory, options.load_format)
+    if options.speculate == "dflash":
+        weights += fingerprint(draft_directory(options.draft, directory))
+    return weights
 
 
 def set_threads(directory: Path, options: EngineOptions, share: int = 1) -> None:

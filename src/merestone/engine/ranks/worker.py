@@ -14,11 +14,17 @@ import torch
 
 from merestone import __version__
 from merestone.device.runner import Runner
-from merestone.engine.build import EngineOptions, build_rank, load, load_draft, set_threads
+from merestone.engine.build import (
+    EngineOptions,
+    build_rank,
+    load,
+    load_draft,
+    set_threads,
+    weights_of,
+)
 from merestone.engine.facts import Facts
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome, flat
-from merestone.models.fingerprint import fingerprint
 from merestone.parallel.world import World, connect
 from merestone.sched.plan import StepPlan, StepResult
 
@@ -59,7 +65,7 @@ def runs_with(config: RankConfig) -> dict[str, str]:
     for name, value in flat(msgspec.to_builtins(options)).items():
         if name not in OWN:
             found[f"option {name}"] = value
-    found["the model's files"] = fingerprint(directory, options.load_format)
+    found["the model's files"] = weights_of(directory, options)
     return found
 
 
