@@ -106,7 +106,15 @@ class FakeEngine:
 
     def cache_view(self, query: CacheQuery) -> CachePage:
         found = [
-            {"id": i, "kind": kind, "tokens": len(tokens), "token_ids": list(tokens)}
+            {
+                **dict.fromkeys(("bytes", "hits", "age_s", "leases", "spared_s"), 0),
+                "id": i,
+                "parent": None,
+                "root": salt,
+                "kind": kind,
+                "tokens": len(tokens),
+                "token_ids": list(tokens),
+            }
             for i, ((salt, tokens), kind) in enumerate(self.cache.items(), 1)
             if i > query.after and query.kind in (None, kind) and query.salt in (None, salt)
         ]

@@ -1,5 +1,5 @@
-"""The command line: ``merestone serve``, ``merestone chat``, ``merestone tiny``,
-``merestone probe``.
+"""The command line: ``merestone serve``, ``merestone chat``, ``merestone inspect``,
+``merestone tiny``, ``merestone probe``.
 
 The only place that reads the environment. Every variable has an option that overrides it:
 
@@ -9,7 +9,7 @@ The only place that reads the environment. Every variable has an option that ove
 | MERESTONE_HOST        | --host                | address to listen on                      |
 | MERESTONE_PORT        | --port                | port to listen on                         |
 | MERESTONE_API_KEY     | --api-key             | key that clients must send, or that we do |
-| MERESTONE_URL         | chat --url            | server to talk to                         |
+| MERESTONE_URL         | --url                 | server to talk to                         |
 | MERESTONE_LOG_LEVEL   | --log-level           | debug, info, warning or error             |
 """
 
@@ -33,6 +33,7 @@ from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import ARCHITECTURES
 from merestone.probe.cli import probe
 from merestone.serve.explain import explain_retention
+from merestone.serve.inspect import inspect_cache
 from merestone.serve.server import AddressRefused, bind, run
 from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import load_text
@@ -84,6 +85,7 @@ Stores = Annotated[
     list[str] | None,
     typer.Option(help="memory:SIZE, disk:DIR:SIZE or redis://..., fastest first; repeatable."),
 ]
+LOCAL = "http://127.0.0.1:8000"
 BUNDLED = Path(__file__).parent.parent / "assets" / "merestone-tiny"
 """The model that is served when none is named."""
 
@@ -260,7 +262,7 @@ def _or_failure(work: Callable[[], Made]) -> Made:
 def chat(
     url: Annotated[
         str, typer.Option(help="Any server with OpenAI's API.", envvar="MERESTONE_URL")
-    ] = "http://127.0.0.1:8000",
+    ] = LOCAL,
     model: Annotated[str | None, typer.Option(help="Default: the server's first.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit of a reply.")] = None,
@@ -299,6 +301,27 @@ def tiny(
         raise Failure(f"--arch: {arch!r} is not one of {', '.join(ARCHITECTURES)}", 2)
     _or_failure(lambda: write(directory, seed))
     console.print(f"wrote {directory}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    url: Annotated[str, typer.Option(help="A merestone.", envvar="MERESTONE_URL")] = LOCAL,
+    kind: Annotated[str | None, typer.Option(help="Only boundaries of this kind.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Only those of this cache_salt.")] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, help="Only those at least so deep.")] = 0,
+    limit: Annotated[int, typer.Option(min=1, help="Checkpoints to show.")] = 1000,
+    watch: Annotated[
+        float | None, typer.Option(min=0.1, help="Show it again every so many seconds.")
+    ] = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Show a server's cache: the tree of its boundaries, with kinds, bytes and hits."""
+    given = {"kind": kind, "salt": salt, "min_tokens": min_tokens or None}
+    query = {name: value for name, value in given.items() if value is not None}
+    try:
+        inspect_cache(console, url, api_key, query=query, limit=limit, every_s=watch)
+    except ServerRefusal as error:
+        raise Failure(str(error), 1) from error
 
 
 app.command()(probe)

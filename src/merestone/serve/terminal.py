@@ -98,7 +98,7 @@ class Conversation:
         if self._model is None:
             try:
                 answer = self._http.get("/v1/models")
-                _check(answer)
+                check(answer)
                 self._model = str(answer.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 raise ServerRefusal(f"{self._http.base_url}: {error}") from error
@@ -150,7 +150,7 @@ class Conversation:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 if answer.is_error:
                     answer.read()
-                _check(answer)
+                check(answer)
                 for line in answer.iter_lines():
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
@@ -177,7 +177,12 @@ def account(usage: Mapping[str, Any], first: float | None) -> str:
     return line if first is None else f"{line}, first after {first:.2f} s"
 
 
-def _check(answer: httpx.Response) -> None:
+def check(answer: httpx.Response) -> None:
+    """Raise what a server answered instead of what it was asked for.
+
+    Raises:
+        ServerRefusal: with its message.
+    """
     if answer.is_error:
         try:
             message = answer.json()["error"]["message"]
