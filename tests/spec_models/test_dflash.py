@@ -9,32 +9,14 @@ import torch
 from torch import Tensor
 
 from merestone.models.dflash import DFlash
-from merestone.models.dflash_config import DFlashConfig, SelectorConfig
+from merestone.models.dflash_config import DFlashConfig
 from merestone.sched.plan import SamplingParams
 from merestone.spec.dflash import DFlashDrafter
 from spec_models.drafting import PAGE, Pages, Text, fork, make_text, step
+from spec_models.targets import DRAFT, RandomDraft
 
 HIDDEN, VOCAB, TAPS = 64, 320, (1, 3)
-TWO = DFlashConfig(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=128,
-    rms_eps=1e-5,
-    rope_theta=10000.0,
-    windows=(32, 32),
-    max_length=4096,
-    block=8,
-    mask_id=319,
-    taps=TAPS,
-    target_layers=4,
-    embedding_scale=1.0,
-    logit_scale=1.0,
-    selector=SelectorConfig(conv_kernel=2, conv_group=16, selector_rank=8, selector_topk=4),
-)
+TWO = dataclasses.replace(DRAFT, windows=(32, 32))
 ONE = dataclasses.replace(TWO, selector=None)
 WHOLE = dataclasses.replace(TWO, windows=(32, None))
 CASES = [
@@ -45,17 +27,13 @@ CASES = [
 ]
 
 
-class Random:
+class Random(RandomDraft):
     """A source of weights, and a target that embeds and reads out."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._source = torch.Generator().manual_seed(3)
+        super().__init__()
         self.embedding = self.draw("", (VOCAB, HIDDEN)).to(dtype) * 8
         self.head = self.draw("", (VOCAB, HIDDEN)).to(dtype)
-
-    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        noise = torch.randn(shape, generator=self._source)
-        return 1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding[tokens]
