@@ -34,8 +34,7 @@ def plan_move(
     """
     span = group.span
     first, frames = lease.pages[group.name]
-    floor = group.floor(anchor)
-    begin = floor // span
+    begin = group.floor(anchor) // span
     stop = first + frames.size
     if not frames.size:
         stop = begin
@@ -46,8 +45,8 @@ def plan_move(
     written = unwritten(group, lease)
     page, partial = divmod(written, span)
     if reach > written and partial and begin <= page < stop and not appender:
-        # If a long pass leaves no row of this page inside the window, there is nothing to copy.
-        return Move(begin, page, end, partial if written > floor else 0)
+        # Also where a long pass leaves no row of it inside the window: the pass reads them.
+        return Move(begin, page, end, partial)
     if end == stop and (begin == first or not frames.size):
         return None
     return Move(begin, max(begin, stop), end, 0)
