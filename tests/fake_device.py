@@ -176,7 +176,8 @@ class FakeDevice:
                 cells[self._cell(slot, "open", p)] = slot.hashes[p + 1]
         if work.start < work.end or work.propose:
             for group in self.draft_groups:
-                for p in range(*group.rows(work.start)):
+                # Proposals read the window as it stands after the step's own rows.
+                for p in range(group.rows(work.end)[0], work.start - group.lag):
                     cells[self._cell(slot, group.name, p)] = slot.hashes[p + 1 + group.lag]
         if work.start < work.end:
             for part, frame in enumerate(work.anchor_frames):

@@ -117,7 +117,7 @@ class LocalEngine:
     def reset_cache(self) -> int:
         if self.broken is not None:
             raise CacheBusy(f"the engine has stopped: {self.broken}")
-        return self.ask(self.cache.reset)
+        return self.ask(self.scheduler.reset)
 
     def cache_view(self, query: CacheQuery) -> CachePage:
         return self.ask(lambda: cache_view(self.cache, query, self.scheduler.step, self.clock()))

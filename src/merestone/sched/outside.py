@@ -60,6 +60,10 @@ class Outside(Protocol):
         """Frames are short: give up a hold on some. False if there is none."""
         ...
 
+    def reset(self) -> None:
+        """Forget whatever is kept for this engine alone."""
+        ...
+
     def stats(self) -> dict[str, float | dict[str, float]]:
         """Counters and gauges by name, or by name and label."""
         ...
@@ -96,6 +100,8 @@ class Nothing:
 
     def yields(self) -> bool:
         return False
+
+    def reset(self) -> None: ...
 
     def stats(self) -> dict[str, float | dict[str, float]]:
         return {}

@@ -365,6 +365,11 @@ class Scheduler:
             self.closing.append(seq.slot)
         return [Outcome(seq, None, error) for seq in lost]
 
+    def reset(self) -> int:
+        """Forget every checkpoint, stored ones included; returns how many memory held."""
+        self.outside.reset()
+        return self.cache.reset()
+
     def skip(self) -> None:
         """Forget an empty plan."""
         self._landed()

@@ -42,9 +42,7 @@ class MtpDrafter:
         self._layer = layer
         self._model = model
         self.depth = depth
-        self.groups: tuple[DraftGroup, ...] = (
-            DraftGroup(GROUP, multiple=layer.page_multiple, dealt=True),
-        )
+        self.groups: tuple[DraftGroup, ...] = (DraftGroup(GROUP, multiple=layer.page_multiple),)
 
     def fields(self) -> tuple[Field, ...]:
         return self._layer.fields()

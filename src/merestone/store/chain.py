@@ -15,7 +15,6 @@ import numpy as np
 
 from merestone.core.cache import CacheSpec
 from merestone.core.checkpoint import Checkpoint, Root
-from merestone.core.geometry import anchor_of
 from merestone.core.index import Tokens
 from merestone.core.orders import Segment
 
@@ -68,13 +67,13 @@ class Part(NamedTuple):
         return blake2b(text.encode(), digest_size=DIGEST).hexdigest()
 
 
-def parts_of(spec: CacheSpec, at: int) -> list[Part]:
-    """What a checkpoint at ``at`` tokens consists of, in the order of every manifest.
+def parts_of(spec: CacheSpec, at: int, anchor: int) -> list[Part]:
+    """What a checkpoint at ``at`` tokens with its anchor at ``anchor`` consists of, in the order
+    of every manifest.
 
     A window's first page counts from the window's first row on: what lies below was perhaps
     never written, and would give one address two contents.
     """
-    anchor = anchor_of(at, spec.chunk)
     parts = []
     for group in spec.groups:
         low, high = group.rows(at, anchor)

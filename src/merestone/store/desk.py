@@ -109,7 +109,10 @@ class Desk:
         self._tickets = tickets
         self._reports: dict[int, list[StoreReport]] = {}
         self._erasing: list[str] = []
+        self._erased: list[str] = []
         self._held: Checkpoint | None = None
+        # Manifests being written when a reset came.
+        self._doomed: set[str] = set()
 
     @property
     def pending(self) -> bool:
@@ -137,8 +140,8 @@ class Desk:
         while self.job is None and self._ready:
             self._begin(self.queue.popleft())
         if self._erasing:
-            yield Erase(self.index, tuple(self._erasing))
-            self._erasing = []
+            self._erased, self._erasing = self._erasing, []
+            yield Erase(self.index, tuple(self._erased))
         if self._held is not None and self._held.state is not State.PUBLISHED:
             self._give_up("reset")
         job = self.job
@@ -158,6 +161,7 @@ class Desk:
 
     def stepped(self) -> None:
         """The plan with the last orders was executed: what it copied need not be held."""
+        self._erased = []
         if self.job is not None and not self.job.todo:
             self._let_go()
 
@@ -173,7 +177,8 @@ class Desk:
         return True
 
     def failed(self) -> None:
-        """A plan was lost, and with it perhaps an export."""
+        """A plan was lost, and with it perhaps an export. What it erased is erased again."""
+        self._erased, self._erasing = [], self._erased + self._erasing
         if self.job is not None and self.job.tickets:
             self._give_up("step_failed")
 
@@ -183,6 +188,15 @@ class Desk:
             return False
         self._give_up("no_room")
         return True
+
+    def reset(self) -> None:
+        """Keep nothing of what was published so far; a shared tier is not ours to empty."""
+        self.queue.clear()
+        if self.job is not None:
+            self._give_up("reset")
+        if self.clerk.shared is None:
+            self._doomed |= set(self.catalog.writing)
+            self.erase(self.catalog.clear())
 
     def erase(self, waste: Waste) -> None:
         self.clerk.erase(waste.manifests)
@@ -205,7 +219,7 @@ class Desk:
             self.catalog.touch(chain.at(at))
             self.clerk.touch(chain.at(at))
             return
-        parts = {part.address(chain): part for part in parts_of(spec, at)}
+        parts = {part.address(chain): part for part in parts_of(spec, at, checkpoint.anchor)}
         draft = Manifest(
             format=FORMAT,
             address=chain.at(at),
@@ -213,6 +227,7 @@ class Desk:
             identity=self.identity.digest,
             about=self.identity.about,
             at=at,
+            anchor=checkpoint.anchor,
             kind=str(checkpoint.kind),
             ranks=self.identity.ranks,
             segments=blank(
@@ -279,6 +294,10 @@ class Desk:
         def done(error: str) -> None:
             self.finishing -= 1
             self.writes.note(error, self.now)
+            if not error and manifest.address in self._doomed:
+                error = "reset"
+                self.clerk.erase([manifest.address])
+            self._doomed.discard(manifest.address)
             if error:
                 self.lost[error] += 1
                 self._erasing += self.catalog.cancel(manifest.address)

@@ -32,7 +32,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True):
     """A checkpoint as a store keeps it. It holds no token ids: ``address`` is their digest.
 
-    ``bucket`` is the address of its tokens up to the anchor, by which a prompt finds it.
+    ``bucket`` is the address of its whole chunks, by which a prompt finds it. (``anchor`` may lie
+    a chunk lower, where accepted drafts ran past the boundary.)
     ``identity`` digests model, configuration, dtype and layout; ``about`` says them to people.
     """
 
@@ -42,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
     identity: str
     about: str
     at: int
+    anchor: int
     kind: str
     ranks: int
     segments: tuple[Entry, ...]

@@ -14,6 +14,7 @@ from merestone.core.checkpoint import Checkpoint, Kind, Root
 from merestone.sched.plan import StepResult
 from merestone.sched.request import Sequence as Waiting
 from merestone.store.desk import Desk, Identity, StoreSettings
+from merestone.store.fetches import Fetches
 from merestone.store.imports import Imports
 from merestone.store.lane import Bell
 
@@ -41,7 +42,8 @@ class Stores:
         tickets: Iterator[int],
     ) -> None:
         self.desks = desks
-        self.imports = Imports(cache, desks, identity, settings, tickets)
+        self.fetches = Fetches(cache, identity, tickets)
+        self.imports = Imports(self.fetches, desks, identity, settings, cache.spec.chunk)
         self.bell = bell
         self.shared: Callable[[Root], bool] = _everyone
         self.closing: list[Callable[[], None]] = []
@@ -62,7 +64,7 @@ class Stores:
     def rest(self) -> float | None:
         if self.bell.rung:
             return 0.0
-        if self.holding or self.imports.pending or any(desk.pending for desk in self.desks):
+        if self.holding or self.fetches.pending or any(desk.pending for desk in self.desks):
             return POLL_S
         return RETRY_S if any(desk.queue for desk in self.desks) else None
 
@@ -82,11 +84,11 @@ class Stores:
         """Imports first: somebody waits for them."""
         self._step = flight.now
         room = self._settings.step_bytes
-        flight.stores += self.imports.orders(room, flight.now)
+        flight.stores += self.fetches.orders(room, flight.now)
         for desk in self.desks:
             flight.stores += desk.orders(room)
         due = self._heard or self._now - self._polled >= POLL_S
-        if due and (self.imports.reading or any(desk.writing for desk in self.desks)):
+        if due and (self.fetches.reading or any(desk.writing for desk in self.desks)):
             flight.poll, self._heard, self._polled = True, False, self._now
 
     def published(self, checkpoint: Checkpoint) -> None:
@@ -97,22 +99,28 @@ class Stores:
     def apply(self, result: StepResult) -> list[tuple[Checkpoint, Waiting]]:
         for desk in self.desks:
             desk.stepped()
-        done = self.imports.stepped(self._step)
+        done = self.fetches.stepped(self._step)
         for checkpoint, _ in done:
             # Other tiers may lack it; its own notes that it is in use.
             self.published(checkpoint)
         for report in result.reports:
             if not any(desk.report(report) for desk in self.desks):
-                self.imports.report(report)
+                self.fetches.report(report)
         return done
 
     def failed(self) -> None:
         for desk in self.desks:
             desk.failed()
-        self.imports.failed()
+        self.fetches.fail_all("step_failed")
 
     def yields(self) -> bool:
-        return any(desk.yields() for desk in self.desks) or self.imports.yields()
+        return any(desk.yields() for desk in self.desks) or self.fetches.yields()
+
+    def reset(self) -> None:
+        """Others' checkpoints in shared tiers stay."""
+        self.imports.reset()
+        for desk in self.desks:
+            desk.reset()
 
     def close(self) -> None:
         for desk in self.desks:
@@ -134,9 +142,9 @@ class Stores:
             "store_written": {d.name: float(d.counters["stored"]) for d in self.desks},
             "store_evicted": {d.name: float(d.catalog.evicted) for d in self.desks},
             "store_not_written": {reason: float(n) for reason, n in lost.items()},
-            "store_imported": float(self.imports.counters["imported"]),
-            "store_imported_tokens": float(self.imports.counters["imported_tokens"]),
-            "store_missed": {reason: float(n) for reason, n in self.imports.missed.items()},
+            "store_imported": float(self.fetches.counters["imported"]),
+            "store_imported_tokens": float(self.fetches.counters["imported_tokens"]),
+            "store_missed": {reason: float(n) for reason, n in self.fetches.missed.items()},
         }
 
 
