@@ -70,3 +70,18 @@ def test_replays_equal_the_plain_loop_and_draft_as_before(kind: str, accuracy: f
             assert real.segments == before, "an exact hit ran a layer"
     assert agree(first, real.proposals()) == len(first)
     assert real.accepted == 2 * cold_accepted
+
+
+@pytest.mark.parametrize("accuracy", ACCURACIES)
+def test_depth_by_acceptance_changes_no_bit_and_no_boundary(accuracy: float) -> None:
+    real = Spoken("lag", accuracy, 5, frames=2500, speculate="mtp:auto")
+    assert str(real.engine.retention) == "boundaries"
+    history = stream(50, 9)
+    depths = set()
+    for turn in range(4):
+        reply = real.say(history, 24)
+        real.drain()
+        assert real.check(history, reply).cache.restored >= len(history) - 6 or turn == 0
+        depths |= {len(ids) for ids in real.proposals().values()}
+        history = (*history, *reply.ids(), *stream(5, 20 + turn))
+    assert len(depths) > 1

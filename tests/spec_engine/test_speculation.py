@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from engine.harness import Harness, Reply
@@ -94,9 +95,12 @@ def kept(h: Harness) -> set[tuple[int, str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("drafts", [1, 3, 5])
-def test_the_same_boundaries_are_kept_with_drafts_and_without(accuracy: float, drafts: int) -> None:
-    plain, fast = Harness(small_spec(1500)), drafted(accuracy, drafts, 1500)
+@pytest.mark.parametrize(("drafts", "adaptive"), [(1, False), (3, False), (5, False), (5, True)])
+def test_the_same_boundaries_are_kept_with_drafts_and_without(
+    accuracy: float, drafts: int, adaptive: bool
+) -> None:
+    """And the same answers, reports and reuse."""
+    plain, fast = Harness(small_spec(1500)), drafted(accuracy, drafts, 1500, adaptive=adaptive)
     rng = random.Random(drafts)
     history: list[int] = []
     for turn in range(25):
@@ -120,6 +124,25 @@ def test_the_same_boundaries_are_kept_with_drafts_and_without(accuracy: float, d
         fast.audit()
         history = history + replies[0].ids()
     assert (sum(fast.scheduler.depth.tally.accepted) > 0) == (accuracy > 0)
+
+
+@pytest.mark.parametrize("group", ["mtp", "window", "full"])
+@pytest.mark.parametrize("part", [0, -1])
+def test_a_checkpoint_with_a_hole_is_not_restored(group: str, part: int) -> None:
+    h = drafted()
+    prompt = stream(30, 3)
+    h.ask(prompt[:20], 1)
+    h.ask(prompt, 1)
+    deep = next(c for c in h.cache.checkpoints() if c.at == 30)
+    first, frames = deep.pages[group]
+    h.cache.protect(deep)
+    h.cache.pool.drop(frames[[part]], deep.id)
+    deep.pages[group] = first + (part == 0), np.delete(frames, part)
+    h.cache.unprotect(deep)
+    reply = h.ask(prompt, 9)
+    assert reply.restored == 20
+    assert h.cache.counters.discards("window_hole") == 1
+    assert h.ask(prompt, 9).restored == 30
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])

@@ -16,7 +16,7 @@ SPECULATION = {
     "none": "",
     "mtp": "",
     "dflash": "",
-    "dynamic": "the number of drafts changes with the load, and no test covers its boundaries",
+    "dynamic": "",
 }
 """Why boundaries cannot be kept under each kind of speculation; empty where they can."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from merestone.core.checkpoint import Lease, PageRun
+from merestone.core.checkpoint import Checkpoint, Lease, PageRun
 from merestone.core.geometry import GroupSpec
 
 
@@ -66,3 +66,10 @@ def run_at(group: GroupSpec, lease: Lease, at: int) -> PageRun | None:
     if not first <= begin < end <= first + frames.size:
         return None
     return begin, frames[begin - first : end - first]
+
+
+def whole(group: GroupSpec, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has every page of ``group`` that resuming from it reads."""
+    begin, end = group.pages(*group.rows(checkpoint.at, checkpoint.anchor))
+    first, frames = checkpoint.pages[group.name]
+    return begin == end or (first, first + frames.size) == (begin, end)

@@ -13,6 +13,7 @@ import numpy as np
 
 from merestone.core.cache import Cache, Match
 from merestone.core.checkpoint import Checkpoint, State
+from merestone.core.runs import whole
 from merestone.sched.request import Sequence
 
 LOOKAHEAD = 64
@@ -39,10 +40,16 @@ class WaitingQueue:
         self.unprotect(seq)
         seq.waits_for, seq.looked_up = None, False
 
-    def match(self, seq: Sequence) -> Match:
+    def find(self, seq: Sequence) -> Match:
+        """What it may start from. A checkpoint with a hole in a window is dropped, and counted."""
         if not seq.matches:
             return NO_MATCH
-        return self.cache.match(seq.root, seq.tokens)
+        while True:
+            found = self.cache.match(seq.root, seq.tokens)
+            best = found.checkpoint
+            if best is None or all(whole(group, best) for group in self.cache.spec.groups):
+                return found
+            self.cache.discard(best, "window_hole")
 
     # -- soft protection ------------------------------------------------------------------------
 
@@ -55,7 +62,7 @@ class WaitingQueue:
                 seq.looked_up = False
             if not seq.looked_up:
                 seq.looked_up = True
-                self._protect(seq, self.match(seq).checkpoint)
+                self._protect(seq, self.find(seq).checkpoint)
 
     def offer(self, published: Checkpoint, owner: Sequence) -> None:
         """A checkpoint was published: spare it for those who will start from it."""

@@ -135,7 +135,7 @@ class Scheduler:
                 continue
             if blocked is not None and not self._may_overtake(blocked, seq):
                 continue
-            found = self.waiting.match(seq)
+            found = self.waiting.find(seq)
             if self.waiting.must_wait(seq, found, self.running) or self.outside.holds(seq, found):
                 continue
             if not self._fits(seq, found.checkpoint):
