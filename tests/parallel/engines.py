@@ -10,18 +10,23 @@ from typing import NamedTuple
 
 from engine.harness import Reply
 from engine.real import Real, stream
-from merestone.engine.api import TokenEvent
+from merestone.engine.api import DraftReport, TokenEvent
+from merestone.models.interface import Model
 from merestone.parallel.world import World
 from merestone.sched.plan import TokenLogprob
+from merestone.spec.dflash import DFlashDrafter
+from merestone.spec.interface import Drafter
+from merestone.spec.mtp import MtpDrafter
 from parallel import passes
 
 LADDER = (1, 7, 64, 65, 129, 200)
 
 
 class Answer(NamedTuple):
-    """What a cache may never change, and how much it restored."""
+    """What a cache may never change, what became of drafts, and how much was restored."""
 
     said: tuple[TokenLogprob, ...]
+    drafts: DraftReport | None
     restored: int
 
 
@@ -38,7 +43,7 @@ class Asked(Real):
     def answer(self, reply: Reply) -> Answer:
         said = [e.logprob for e in reply.events if isinstance(e, TokenEvent)]
         assert said
-        return Answer(tuple(said), reply.restored)
+        return Answer(tuple(said), reply.finished().drafts, reply.restored)
 
     def warm(self, prompt: Sequence[int], count: int, **options) -> Answer:
         return self.answer(self.ask(prompt, count, **options))
@@ -60,7 +65,7 @@ def ladder(world: World, case: str, page: int) -> list[Answer]:
         before = asked.segments
         again = asked.warm(prompt, 1)
         assert asked.segments == before
-        assert again == (first.said[:1], length)
+        assert again == (first.said[:1], None, length)
         longer = asked.warm((*prompt, 7), 3)
         assert longer.restored == length
         assert longer.said == asked.cold((*prompt, 7), 3).said
@@ -101,4 +106,33 @@ def squeeze(world: World, case: str) -> list[Answer]:
     answers = [asked.answer(reply) for reply in waiting]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.said == asked.cold(prompt, 70).said
+    return answers
+
+
+def drafter(kind: str, model: Model, world: World) -> Drafter:
+    if kind == "mtp":
+        return MtpDrafter(passes.mtp(world), model, 3)
+    return DFlashDrafter(passes.dflash(), model)
+
+
+def speculate(world: World, kind: str) -> list[Answer]:
+    """Drafts change no bit of an answer, and what is kept of them is restored with the rest."""
+    model = passes.build("glm", world)
+    plain = Asked(model, world=world, page=16, frames=1000)
+    asked = Asked(model, drafter(kind, model, world), world, page=16, frames=1000)
+    answers = []
+    for length in (37, 130):
+        prompt = stream(length, length)
+        first = asked.cold(prompt, 12)
+        assert first.said == plain.cold(prompt, 12).said
+        assert asked.warm(prompt, 12) == first
+        again = asked.warm(prompt, 12)
+        assert again == (first.said, first.drafts, length)
+        # The response's boundary, and drafts from there.
+        longer = (*prompt, *(said.token for said in first.said[:-1]), 9, 8)
+        answer = asked.warm(longer, 6)
+        assert answer.restored == length + 11
+        assert answer.said == plain.cold(longer, 6).said
+        answers += [first, again, answer]
+    assert any(answer.drafts.accepted[0] for answer in answers)
     return answers

@@ -11,7 +11,10 @@ from torch import Tensor
 from layers.arena_double import Arena, Sequence, fork, step
 from layers.schedules import Make, cuts, in_company, in_parts, text, whole
 from merestone.models.config import Glm5NextConfig
+from merestone.models.dflash import DFlash
+from merestone.models.dflash_config import DFlashConfig, SelectorConfig
 from merestone.models.glm5_next import Glm5Next
+from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.kimi_config import KimiLinearConfig
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
@@ -55,6 +58,8 @@ GLM = Glm5NextConfig(
     max_length=4096,
     eos_ids=(0,),
     tie_embeddings=False,
+    mtp_layers=1,
+    mtp_shares_index=True,
 )
 KIMI = KimiLinearConfig(
     vocab_size=322,
@@ -90,16 +95,63 @@ CASES = {
 }
 
 
+DRAFT = DFlashConfig(
+    vocab_size=322,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    rms_eps=1e-5,
+    rope_theta=10000.0,
+    windows=(32, 32),
+    max_length=4096,
+    block=4,
+    mask_id=321,
+    taps=(0, 2),
+    target_layers=4,
+    embedding_scale=1.0,
+    logit_scale=1.0,
+    selector=SelectorConfig(conv_kernel=2, conv_group=16, selector_rank=8, selector_topk=4),
+)
+
+
 @cache
 def weights(case: str) -> dict[str, Tensor]:
     return dict(draw(CASES[case][0], 0))
 
 
+def of_mtp(name: str) -> bool:
+    return name.startswith(f"layers.{GLM.num_layers}.")
+
+
 def build(case: str, world: World = SINGLE) -> Glm5Next | KimiLinear:
     config, dtype = CASES[case]
     if isinstance(config, Glm5NextConfig):
-        return Glm5Next(config, weights(case), dtype, world)
+        own = {name: tensor for name, tensor in weights(case).items() if not of_mtp(name)}
+        return Glm5Next(config, own, dtype, world)
     return KimiLinear(config, weights(case), dtype, world)
+
+
+def mtp(world: World) -> Glm5NextMtp:
+    own = {name: tensor for name, tensor in weights("glm").items() if of_mtp(name)}
+    return Glm5NextMtp(GLM, own, torch.float32, world)
+
+
+class Noise:
+    """A source of a draft's weights."""
+
+    def __init__(self) -> None:
+        self._source = torch.Generator().manual_seed(3)
+
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=self._source)
+        return 1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+
+
+def dflash() -> DFlash:
+    return DFlash(DRAFT, Noise(), torch.float32, GLM.num_layers)
 
 
 def maker(world: World) -> Make:

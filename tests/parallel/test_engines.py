@@ -40,3 +40,11 @@ def test_conversations(ranks: Ranks) -> None:
 
 def test_preemption(ranks: Ranks) -> None:
     agree(ranks, engines.squeeze, 2, 2, "glm")
+
+
+@pytest.mark.parametrize(("kind", "layouts"), [("mtp", [(2, 2), (4, 4)]), ("dflash", [(4, 2)])])
+def test_speculation(ranks: Ranks, kind: str, layouts: list[tuple[int, int]]) -> None:
+    alone = engines.speculate(SINGLE, kind)
+    for tp, dcp in layouts:
+        answers = agree(ranks, engines.speculate, tp, dcp, kind)
+        assert [a.restored for a in answers] == [a.restored for a in alone]

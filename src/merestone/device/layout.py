@@ -123,13 +123,16 @@ def _pages(wanted: int | None, multiple: int) -> list[int]:
     return [wanted]
 
 
-def _draft_group(group: DraftGroup, lag: int, fields: list[Field], frame_bytes: int) -> GroupSpec:
+def _draft_group(
+    group: DraftGroup, lag: int, fields: list[Field], frame_bytes: int, dcp: int
+) -> GroupSpec:
     """As many rows of a drafter's group as fit into a frame."""
     page = LARGEST_PAGE
     while page > group.multiple and _page_bytes(fields, page) > frame_bytes:
         page //= 2
     assert page % group.multiple == 0, group
-    return GroupSpec(group.name, page, lag=lag, window=group.window)
+    ranks, run = (dcp, group.multiple) if group.dealt and dcp > 1 else (1, 1)
+    return GroupSpec(group.name, page, ranks, run, lag=lag, window=group.window)
 
 
 def plan_layout(
@@ -152,8 +155,8 @@ def plan_layout(
 
     ``dcp`` ranks share the tokens of the ``full`` group, in the shortest runs that keep an index
     pool on one of them. All sizes are those of one rank, and every rank has the same: a page then
-    covers ``dcp`` times its tokens. Other groups are whole on each rank. Recurrent layers share
-    heads, which is why their pages cover no more tokens than before; windows are short.
+    covers ``dcp`` times its tokens. So do drafts' groups that may be dealt; others are whole on
+    each rank. Recurrent layers share heads, so their pages cover no more tokens; windows are short.
 
     Raises:
         ValueError: no page size fits, or ``full_page`` is not a usable one.
@@ -170,7 +173,7 @@ def plan_layout(
     full = GroupSpec("full", best.page, dcp, page_multiple if dcp > 1 else 1)
     groups = [full, GroupSpec("open", best.open_page, open=True)]
     groups = [group for group in groups if homes[group.name]]
-    groups += [_draft_group(g, lag, homes[g.name], best.frame_bytes) for g in draft_groups]
+    groups += [_draft_group(g, lag, homes[g.name], best.frame_bytes, dcp) for g in draft_groups]
     offsets: dict[tuple[int, str], int] = {}
     for group in groups:
         offset = 0

@@ -133,15 +133,16 @@ def _build(batch: Batch, state: StateViews, pool: int, limit: int, homes: Homes)
     assert batch.chunk % pool == page % pool == 0, (batch.chunk, page, pool)
     assert shards.whole or run % pool == 0, (run, pool)
     ordered = sorted(batch.segments, key=lambda s: s.row)
-    keep = kept_rows(ordered)
+    raw = state.shards(homes.raw)
+    keep = _held(kept_rows(ordered), raw)
     dense = [(s, s.start, min(s.end, limit)) for s in ordered if s.start < limit]
     sparse = [(s, max(s.start, limit), s.end) for s in ordered if s.end > limit]
-    open_reads, members, pool_writes = _pools(ordered, pool, state, homes)
+    open_reads, members, pool_writes = _pools(ordered, pool, shards, raw)
     return Spans(
         seen=torch.cat([torch.arange(s.start, s.end) for s in ordered]) + 1,
         writes=_writes(ordered, shards),
         kept=batch_rows(keep),
-        open_writes=places(keep, homes.raw, state.page(homes.raw)),
+        open_writes=_own_places(keep, raw),
         open_reads=open_reads,
         members=members,
         pool_writes=pool_writes,
@@ -152,11 +153,13 @@ def _build(batch: Batch, state: StateViews, pool: int, limit: int, homes: Homes)
 
 def _writes(segments: list[Segment], shards: Shards) -> Writes:
     """Where the new rows of segments (in the batch's order) go."""
-    every = [(s, torch.arange(s.start, s.end)) for s in segments]
-    if shards.whole:
-        return Writes(None, places(every, shards.spec.name, shards.spec.page))
-    held = [(s, at[shards.mine(at)]) for s, at in every]
-    return Writes(batch_rows(held), _own_places(held, shards))
+    held = _held([(s, torch.arange(s.start, s.end)) for s in segments], shards)
+    return Writes(None if shards.whole else batch_rows(held), _own_places(held, shards))
+
+
+def _held(parts: list[tuple[Segment, Tensor]], shards: Shards) -> list[tuple[Segment, Tensor]]:
+    """The positions that this rank holds, part after part."""
+    return parts if shards.whole else [(s, at[shards.mine(at)]) for s, at in parts]
 
 
 def _own_places(parts: list[tuple[Segment, Tensor]], shards: Shards) -> Places:
@@ -166,33 +169,29 @@ def _own_places(parts: list[tuple[Segment, Tensor]], shards: Shards) -> Places:
 
 
 def _pools(
-    segments: list[Segment], pool: int, state: StateViews, homes: Homes
+    segments: list[Segment], pool: int, shards: Shards, raw: Shards
 ) -> tuple[Places, Tensor, Places]:
-    """The pools that the step completes: ``open_reads``, ``members``, ``pool_writes`` of Spans.
+    """Pools that the step completes here: ``open_reads``, ``members``, ``pool_writes`` of Spans.
 
-    Open rows are on every rank: a pool's owner finds those of earlier steps, and the recurrent
-    layers, which share heads and not tokens, need the same page tables.
+    Raw rows of the open chunk are on every rank: the recurrent layers, which share heads and not
+    tokens, need the same pages. Where raw rows are shared, a pool's owner has all of its members.
     """
-    shards = state.shards(homes.rows)
-    partial = [s.start % pool for s in segments]
-    first_old, first_new = 0, sum(partial)
+    old = [(s, torch.arange(s.start // pool * pool, s.start)) for s in segments]
+    reads = _held(old, raw)
+    first_old, first_new = 0, sum(at.shape[0] for _, at in reads)
     members, firsts = [], []
-    for s, old in zip(segments, partial, strict=True):
-        # Table rows of positions [start - old, end).
+    for (s, begun), (_, read) in zip(old, reads, strict=True):
+        # Table rows of positions [start // pool * pool, end); of those not read here, any.
         new = torch.arange(s.start, s.end) + (first_new + s.row - s.start)
-        table = torch.cat([torch.arange(first_old, first_old + old), new])
-        first_old += old
+        table = torch.cat([torch.arange(first_old, first_old + begun.shape[0]), new])
+        first_old += read.shape[0]
         complete = table.shape[0] // pool
         first = (s.start // pool + torch.arange(complete)) * pool
         mine = shards.mine(first)
         members.append(table[: complete * pool].view(complete, pool)[mine])
         firsts.append((s, first[mine]))
-    reads = [
-        (s, torch.arange(s.start - old, s.start)) for s, old in zip(segments, partial, strict=True)
-    ]
     at = _own_places(firsts, shards)
-    old_rows = places(reads, homes.raw, state.page(homes.raw))
-    return old_rows, torch.cat(members), Places(at.frames, at.rows // pool)
+    return _own_places(reads, raw), torch.cat(members), Places(at.frames, at.rows // pool)
 
 
 def _frames(parts: list[tuple[Segment, int]], shards: Shards) -> Tensor:

@@ -59,6 +59,7 @@ class Glm5NextMtp:
         world: World = SINGLE,
     ) -> None:
         reader = Weights(weights, dtype, world)
+        self._neighbours = world.neighbours
         hidden, prefix = config.hidden_size, f"layers.{config.num_layers}."
         self._eps = config.rms_eps
         self._token_norm = reader.take(f"{prefix}enorm.weight", (hidden,))
@@ -108,8 +109,7 @@ class Glm5NextMtp:
         ``tables``: each sequence's pages. ``chosen`` [S, width]: what the rows ``last`` chose; used
         where such a row sees more tokens than it may attend to.
         """
-        shape, pages = self._attention.shape, state.rows(self._attention.layer, "latent")
-        page = pages.shape[1]
+        shape = self._attention.shape
         dense = last < shape.dense_limit
         picked = shape.index_topk + (last + 1) % shape.index_pool
         seen = torch.where(dense, last + 1, picked)
@@ -120,8 +120,19 @@ class Glm5NextMtp:
             tokens[:, :count] = torch.where(dense[:, None], tokens[:, :count], chosen[:, :count])
         # Past a row's count, and where damaged keys allowed no choice: token 0, which is there.
         tokens.masked_fill_((torch.arange(width) >= seen[:, None]) | (tokens < 0), 0)
-        frames = torch.stack([table[at // page] for table, at in zip(tables, tokens, strict=True)])
-        return Reach(pages[frames, tokens % page].float(), seen)
+        return Reach(self._keys(tokens, tables, state), seen)
+
+    def _keys(self, tokens: Tensor, tables: list[Tensor], state: StateViews) -> Tensor:
+        """Latents at positions ``tokens`` [S, W], fp32, also those that other ranks hold."""
+        pages, shards = state.rows(self._attention.layer, "latent"), state.shards(GROUP)
+        page, mine = pages.shape[1], shards.mine(tokens)
+        own = shards.own(tokens).masked_fill(~mine, 0)
+        frames = torch.stack([table[at // page] for table, at in zip(tables, own, strict=True)])
+        keys = pages[frames, own % page].float()
+        if shards.whole:
+            return keys
+        # One rank has the row, the others add zeros: the sum is exact.
+        return self._neighbours.sum(keys.masked_fill(~mine[:, :, None], 0.0))
 
     def recycle(self, embedded: Tensor, hidden: Tensor, reach: Reach) -> Tensor:
         """One more pass: the embedding of a draft [S, D] and the hidden row that drafted it [S, D]

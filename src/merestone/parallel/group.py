@@ -33,7 +33,8 @@ class Group:
     """Ranks that exchange tensors; ``rank`` is this one's place among ``size``.
 
     Every method must be called by all of them, in the same order, with tensors of one shape. A
-    group of one copies nothing. ``staged``: messages pass through host memory.
+    group of one copies nothing. ``handle`` None: only the numbers of a group, to plan with.
+    ``staged``: messages pass through host memory.
 
     Raises (all methods):
         CollectiveError: a rank was lost, or did not come within the time-out of ``handle``.
@@ -48,7 +49,6 @@ class Group:
         *,
         staged: bool = False,
     ) -> None:
-        assert (handle is None) == (size == 1), (name, size)
         self.name = name
         self.rank = rank
         self.size = size
@@ -90,6 +90,7 @@ class Group:
         return torch.device("cpu") if plain else torch.device("cuda", torch.cuda.current_device())
 
     def _move(self, x: Tensor, shape: tuple[int, ...], call: Callable[..., Any]) -> Tensor:
+        assert self._handle is not None, f"{self.name}: a group to plan with exchanges nothing"
         self.moves += 1
         home = x.device
         x = (x.cpu() if self._staged else x).contiguous()

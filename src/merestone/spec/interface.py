@@ -31,12 +31,14 @@ class DraftGroup:
 
     ``window``: only so many of the last rows are ever read (None: all). There are pages for the
     rows that a pass observes, and none to write proposals to. ``multiple``: a page must hold a
-    multiple of so many tokens.
+    multiple of so many tokens. ``dealt``: ranks that share the target's tokens share these, too, in
+    runs of ``multiple``; else each rank has all rows.
     """
 
     name: str
     window: int | None = None
     multiple: int = 1
+    dealt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

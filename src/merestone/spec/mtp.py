@@ -42,7 +42,9 @@ class MtpDrafter:
         self._layer = layer
         self._model = model
         self.depth = depth
-        self.groups: tuple[DraftGroup, ...] = (DraftGroup(GROUP, multiple=layer.page_multiple),)
+        self.groups: tuple[DraftGroup, ...] = (
+            DraftGroup(GROUP, multiple=layer.page_multiple, dealt=True),
+        )
 
     def fields(self) -> tuple[Field, ...]:
         return self._layer.fields()
