@@ -1,0 +1,114 @@
+"""Four real ranks, DCP 4, three drafts a step: plans travel, pages are sharded, answers are exact.
+
+`tests/parallel` proves every layout with engines in lockstep; here the plans are sent, and a rank
+is killed under load.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.real import stream
+from merestone.engine.api import GenerateRequest, TokenEvent
+from merestone.engine.build import EngineOptions, build_engine
+from merestone.engine.engine import LocalEngine
+from merestone.engine.ranks.device import Ranks
+from merestone.engine.ranks.messages import RankOptions
+from merestone.models.tiny import write_tiny
+from merestone.sched.plan import SamplingParams
+from ranks.ranked import Waiting
+
+RANKS = RankOptions(tp=4, dcp=4, on_loss="restart", silence_s=10.0)
+
+
+class Client:
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self.count = 0
+
+    def send(self, tokens: Sequence[int], count: int = 4, **options) -> Waiting:
+        self.count += 1
+        reply = Waiting()
+        params = SamplingParams(logprobs=2)
+        self.engine.submit(
+            GenerateRequest(f"q{self.count}", tuple(tokens), params, count, **options), reply.sink
+        )
+        return reply
+
+    def ask(self, tokens: Sequence[int], count: int = 4, **options) -> Waiting:
+        reply = self.send(tokens, count, **options)
+        reply.wait(60)
+        return reply
+
+    def cold(self, tokens: Sequence[int], count: int = 4) -> Waiting:
+        reply = self.ask(tokens, count, salt=f"cold {self.count}")
+        assert reply.restored == 0
+        return reply
+
+
+def said(reply: Waiting) -> list[object]:
+    """Every token with its log probabilities."""
+    events = [event.logprob for event in reply.events if isinstance(event, TokenEvent)]
+    assert events
+    return events
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    directory: Path = tmp_path_factory.mktemp("ranks") / "tiny"
+    write_tiny(directory)
+    options = EngineOptions(frames=600, poison=True, threads=1, speculate="mtp:3", ranks=RANKS)
+    engine = build_engine(directory, options, "tiny")
+    engine.start()
+    yield Client(engine)
+    engine.stop()
+
+
+def test_replays_answers_and_shared_beginnings(client: Client) -> None:
+    assert client.engine.retention.mode == "boundaries"
+    for length in (1, 64, 150):
+        prompt = stream(length, length)
+        first = client.ask(prompt)
+        again = client.ask(prompt)
+        assert again.restored == length
+        assert said(again) == said(first)
+        longer = [*prompt, *first.ids(), 3, 5]
+        onward = client.ask(longer)
+        assert onward.restored == length + 3
+        assert said(onward) == said(client.cold(longer))
+
+
+def test_eight_at_once(client: Client) -> None:
+    head = stream(75, 5)
+    client.ask([*head, 3], 1, boundaries=((75, "instruction"),))
+    texts = [[*head, *stream(9 + number, 20 + number)] for number in range(8)]
+    replies = [client.send(text) for text in texts]
+    for reply in replies:
+        reply.wait(60)
+        assert reply.restored == 75
+    assert said(replies[6]) == said(client.cold(texts[6]))
+
+
+def test_a_rank_killed_in_decode_and_the_same_bits_from_its_successor(client: Client) -> None:
+    prompt = stream(90, 90)
+    before = client.ask(prompt)
+    reply = client.send(stream(30, 31), 2000)
+    while not any(isinstance(event, TokenEvent) for event in list(reply.events)):
+        assert not reply.ended.wait(0.01)
+    ranks = client.engine.device
+    assert isinstance(ranks, Ranks)
+    assert ranks.processes is not None
+    os.kill(ranks.processes.running[2].pid, signal.SIGKILL)
+    waiting = client.send(prompt)
+    end = reply.wait(20)
+    assert end.reason == "error"
+    assert "rank 2" in str(end.error)
+    waiting.wait(60)
+    assert waiting.restored == 0
+    assert said(waiting) == said(before)
+    assert client.ask(prompt).restored == 90
