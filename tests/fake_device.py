@@ -153,15 +153,15 @@ class FakeDevice:
             value = self.memory[order.frame, ("hidden", order.row)]
             self.slots[order.slot].hidden = {order.at: value}
             return
-        assert 0 < order.rows <= self.groups[order.group].page
-        for row in range(self.groups[order.group].page):
+        assert 0 < order.rows <= self.groups[order.group].span
+        for row in range(self.groups[order.group].span):
             key = (order.target, (order.group, row))
             self.memory.pop(key, None)
             if row < order.rows:
                 self.memory[key] = self.memory[order.source, (order.group, row)]
 
     def _cell(self, slot: FakeSlot, group: str, position: int) -> tuple[int, object]:
-        page = self.groups[group].page
+        page = self.groups[group].span
         frame = slot.tables.get(group, {}).get(position // page)
         assert frame is not None, f"no {group} page for row {position}"
         return frame, (group, position % page)

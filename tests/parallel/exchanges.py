@@ -31,6 +31,8 @@ def sums(world: World) -> None:
     for count in COUNTS:
         mine = every[world.rank, :count].clone()
         assert torch.equal(world.ranks.sum(mine), wanted[:count]), count
+        rounded = world.ranks.sum(mine, torch.bfloat16)
+        assert torch.equal(rounded, wanted[:count].bfloat16()), count
         assert torch.equal(mine, every[world.rank, :count])
     square = every[world.rank, :1000].view(10, 4, 25).transpose(0, 1)
     assert torch.equal(world.ranks.sum(square), wanted[:1000].view(10, 4, 25).transpose(0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from merestone.models.dflash import DFlash
 from merestone.models.dflash_config import DFlashConfig, SelectorConfig
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.glm5_next_mtp import Glm5NextMtp
+from merestone.models.interface import Model
 from merestone.models.kimi_config import KimiLinearConfig
 from merestone.models.kimi_linear import KimiLinear
+from merestone.models.loader import load_model
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import SINGLE, World
 
@@ -158,11 +161,18 @@ def maker(world: World) -> Make:
     return partial(Arena, ranks=world.dcp, rank=world.neighbours.rank)
 
 
-def logits(world: World, case: str, count: int) -> tuple[Tensor, Tensor]:
-    """Hidden rows and logits of one pass over ``count`` tokens."""
-    model = build(case, world)
-    hidden = whole(model, text(count, 1), maker(world))
+def run(model: Model, world: World, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Hidden rows and logits of one pass."""
+    hidden = whole(model, ids, maker(world))
     return hidden, model.logits(hidden)
+
+
+def logits(world: World, case: str, count: int) -> tuple[Tensor, Tensor]:
+    return run(build(case, world), world, text(count, 1))
+
+
+def loaded(world: World, directory: Path) -> tuple[Tensor, Tensor]:
+    return run(load_model(directory, world=world), world, text(90, 1))
 
 
 def schedules(world: World, case: str) -> None:

@@ -297,7 +297,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         eos_ids=facts.eos_ids,
         retention=str(retention),
         retention_reason=reason,
-        pages=tuple((group.name, group.page) for group in facts.groups),
+        pages=tuple((group.name, group.span) for group in facts.groups),
         dtype=facts.dtype,
         device=facts.device,
     )

@@ -37,7 +37,7 @@ class DenseMlp:
         """[N, hidden] -> [N, hidden]."""
         if self._world.tp == 1:
             return feed_forward(x, self.gate_up, self.down, self._limit)
-        return self._world.ranks.sum(self.partial(x)).to(x.dtype)
+        return self._world.ranks.sum(self.partial(x), x.dtype)
 
     def partial(self, x: Tensor) -> Tensor:
         """[N, hidden] -> this rank's part of the sum, [N, hidden] fp32."""
@@ -91,4 +91,4 @@ class MoeMlp:
         out = experts(x, ids, shares, self._gate_up, self._down, self._limit, partial=several)
         if self._shared is not None:
             out = out + (self._shared.partial(x) if several else self._shared.forward(x))
-        return self._world.ranks.sum(out).to(x.dtype)
+        return self._world.ranks.sum(out, x.dtype)

@@ -34,7 +34,7 @@ class Vocabulary:
         rows = self.embedding[(ids - part.start).masked_fill(outside, 0)]
         # One rank has the row, the others add zeros: the sum is exact.
         rows = rows.float().masked_fill(outside[:, None], 0.0)
-        return world.ranks.sum(rows).to(self.embedding.dtype)
+        return world.ranks.sum(rows, self.embedding.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, hidden] -> [M, size] fp32, the same on every rank."""

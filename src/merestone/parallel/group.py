@@ -70,15 +70,16 @@ class Group:
             return parts
         return self._move(parts, tuple(parts.shape), _EXCHANGE)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of fp32 [*shape] over the ranks, in rank order, the same bits on all."""
+    def sum(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The sum of fp32 [*shape] over the ranks, in rank order, rounded once to ``dtype``: the
+        same bits on all."""
         assert x.dtype == torch.float32, x.dtype
         if self.size == 1:
-            return x
+            return x.to(dtype)
         if x.numel() * x.itemsize <= SMALL:
-            return in_rank_order(self.gather(x))
+            return in_rank_order(self.gather(x)).to(dtype)
         flat = pad(x.flatten(), (0, -x.numel() % self.size))
-        mine = in_rank_order(self.exchange(flat.view(self.size, -1)))
+        mine = in_rank_order(self.exchange(flat.view(self.size, -1))).to(dtype)
         return self.gather(mine).flatten()[: x.numel()].view(x.shape)
 
     def barrier(self) -> None:
@@ -108,7 +109,9 @@ class Group:
 
 def in_rank_order(parts: Tensor) -> Tensor:
     """The definition of every sum over ranks: [size, *shape] -> [*shape], from the first on."""
-    total = parts[0].clone()
-    for part in parts[1:]:
+    if parts.shape[0] == 1:
+        return parts[0]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
         total += part
     return total

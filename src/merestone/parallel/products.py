@@ -16,4 +16,4 @@ def summed_linear(x: Tensor, weight: Tensor, world: World) -> Tensor:
     """
     if world.tp == 1:
         return linear(x, weight)
-    return world.ranks.sum(linear(x.float(), weight.float())).to(x.dtype)
+    return world.ranks.sum(linear(x.float(), weight.float()), x.dtype)
