@@ -295,7 +295,7 @@ def main(
         except WrongResult as error:
             print(json.dumps({**report, "refused": str(error)}))
             sys.exit(1)
-    report = _rounded(report)
+    report = rounded(report)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(report, indent=1) + "\n")
@@ -308,11 +308,11 @@ def _serve_options(directory: Path, options: EngineOptions) -> list[str]:
     return [str(directory), "--served-model-name", "bench", *map(str, named)]
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
