@@ -55,3 +55,23 @@ def test_in_order() -> None:
     total = in_order(parts)
     assert torch.equal(in_order(torch.cat([parts, torch.zeros(3, 4, 7)], 1)), total)
     assert torch.allclose(total, parts.sum(1), atol=1e-6)
+
+
+def test_values_and_a_first_key() -> None:
+    """Keys and values apart, each row from its own first key: the definition, alone and beside."""
+    source = torch.Generator().manual_seed(1)
+    q, keys, values = (torch.randn(3, n, WIDTH, generator=source) for n in (10, 192, 192))
+    first = torch.randint(0, 100, (3, 10), generator=source)
+    seen = first + torch.randint(1, 93, (3, 10), generator=source)
+    out = attend(q, keys, seen, 0.25, values, first)
+    places = torch.arange(192)
+    allowed = (places >= first[..., None]) & (places < seen[..., None])
+    scores = (q @ keys.transpose(1, 2) * 0.25).masked_fill(~allowed, float("-inf"))
+    assert torch.allclose(out, scores.softmax(-1) @ values, atol=1e-5)
+    for group in range(3):
+        one = slice(group, group + 1)
+        rows = slice(2, 9)
+        alone = attend(
+            q[one, rows], keys[one], seen[one, rows], 0.25, values[one], first[one, rows]
+        )
+        assert torch.equal(alone, out[one, rows])

@@ -107,7 +107,6 @@ DRAFT = DFlashConfig(
     rms_eps=1e-5,
     rope_theta=10000.0,
     windows=(40, 40),
-    max_length=4096,
     block=8,
     mask_id=319,
     taps=(1, 3),

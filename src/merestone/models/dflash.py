@@ -233,7 +233,7 @@ class DFlash:
             Selector(config, config.selector, reader) if config.selector is not None else None
         )
         reader.finish()
-        self._rotary = Rotary(config.rope_theta, config.head_dim, config.max_length + config.block)
+        self._rotary = Rotary(config.rope_theta, config.head_dim)
 
     def fields(self) -> tuple[Field, ...]:
         """Keys and values of context rows, in pages of :data:`GROUP`."""

@@ -43,7 +43,6 @@ class DFlashConfig:
     rms_eps: float
     rope_theta: float
     windows: tuple[int | None, ...]
-    max_length: int
     block: int
     mask_id: int
     taps: tuple[int, ...]
@@ -94,7 +93,6 @@ def read_dflash_config(directory: Path) -> DFlashConfig:
         rms_eps=keys.number("rms_norm_eps", 1e-6),
         rope_theta=_rope_theta(keys),
         windows=windows,
-        max_length=keys.integer("max_position_embeddings"),
         block=draft.integer("block_size", least=2),
         mask_id=draft.integer("mask_token_id", least=0),
         taps=draft.ids("target_layer_ids"),

@@ -1,8 +1,8 @@
 """Rotary embedding from two small tables, so that a position's bits depend on it alone.
 
 Knows positions and halves of heads. The library's cosine changes bits with a value's place in a
-tensor, and a table of every position would be large: instead position 1024 a + b is the angle of
-1024 a plus that of b, whose cosines and sines are tables, made once in double precision.
+tensor, and a table of every position would be large: instead position 2048 a + b is the angle of
+2048 a plus that of b, whose cosines and sines are tables, made once in double precision.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STRIDE = 1024
+STRIDE = 2048
 
 
 class Rotary:
     """Angles ``theta ** (-i / half)`` a position for the channels i of half a head of ``dim``, at
-    positions below ``limit``."""
+    positions below STRIDE squared (4,194,304)."""
 
-    def __init__(self, theta: float, dim: int, limit: int) -> None:
+    def __init__(self, theta: float, dim: int) -> None:
         half = dim // 2
         rates = theta ** -(torch.arange(half, dtype=torch.float64) / half)
         fine = torch.arange(STRIDE, dtype=torch.float64)[:, None] * rates
-        coarse = torch.arange(-(-limit // STRIDE), dtype=torch.float64)[:, None] * STRIDE * rates
+        coarse = fine * STRIDE
         self._fine = torch.stack([fine.cos(), fine.sin()]).float()  # [2, STRIDE, half]
         self._coarse = torch.stack([coarse.cos(), coarse.sin()]).float()
 
