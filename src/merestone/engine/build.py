@@ -6,8 +6,11 @@ Knows every room of the doing side by name. Must not know HTTP.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -41,34 +44,47 @@ from merestone.store.options import parse_store
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL_WEIGHTS = 256 << 20
+CPU_MEMORY = 512 << 20
+"""Bytes of the pool on a CPU, if nothing is said."""
+
+
+class StoringDevice(Device, Protocol):
+    """A device in this process, to which stores can be given."""
+
+    arena: Arena
+    porter: Porter | None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine is built with. ``memory`` in bytes; ``token_budget`` in rows a step.
+    """What an engine is built with. ``token_budget`` in rows a step.
 
-    ``dtype`` None takes the checkpoint's. ``load_format``: "auto" reads the directory's weights,
-    "random" makes weights in memory, the same ones every time, for measurements at true sizes
-    (the directory then needs config.json and a tokenizer only). ``page`` None chooses the page
-    size. ``frames`` overrides what ``memory`` would give. ``retention``: see ``core/gate.py``.
-    ``mark_share``: see ``CacheSpec``.
+    ``device``: "cpu", "cuda" (or one of several, "cuda:1"), or "auto": a GPU if there is one.
+    ``memory`` in bytes; None: what a GPU has left, measured, or ``CPU_MEMORY``. ``graphs``: on a
+    GPU, replay steps as CUDA graphs. ``dtype`` None takes the checkpoint's. ``load_format``:
+    "auto" reads the directory's weights, "random" makes weights in memory, the same ones every
+    time, for measurements at true sizes (the directory then needs config.json and a tokenizer
+    only). ``page`` None chooses the page size. ``frames`` overrides what ``memory`` would give.
+    ``retention``: see ``core/gate.py``. ``mark_share``: see ``CacheSpec``.
     ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
     With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank. ``speculate`` and
     ``draft``: see ``spec/build.py``.
     """
 
+    device: str = "cpu"
     dtype: str | None = None
     load_format: str = "auto"
     threads: int | None = None
     max_model_len: int | None = None
     max_running: int = 8
-    memory: int = 512 << 20
+    memory: int | None = None
     token_budget: int = 512
     retention: str = "auto"
     mark_share: float = 0.25
     page: int | None = None
     frames: int | None = None
     poison: bool = False
+    graphs: bool = True
     stores: tuple[str, ...] = ()
     store_wait: float = 2.0
     ranks: RankOptions = field(default_factory=RankOptions)
@@ -95,7 +111,7 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
         return _over_ranks(directory, options, name)
     set_threads(directory, options)
     weights = weights_of(directory, options) if options.stores else ""
-    model = load(directory, options)
+    model = load(directory, options, World(device=resolve_device(options.device)))
     drafter = load_draft(directory, options, model)
     return assemble(model, options, name, drafter, weights)
 
@@ -175,6 +191,21 @@ def retention_of(options: EngineOptions) -> tuple[str, str, list[tuple[str, str,
     return str(retention), reason, table(setup)
 
 
+def resolve_device(device: str) -> str:
+    """The device that ``device`` means here.
+
+    Raises:
+        ValueError: it is not one, or is not there.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ValueError(f"--device {device!r} is not one of auto, cpu, cuda, cuda:N")
+    if device != "cpu" and int(device[5:] or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {device}: no such CUDA device is available")
+    return device
+
+
 def default_threads(directory: Path, load_format: str = "auto") -> int:
     """One thread for small models, where waking a second one costs more than it computes.
 
@@ -196,7 +227,12 @@ def assemble(
 ) -> LocalEngine:
     """An engine around a loaded model, in this process. Stores know the model as ``weights``."""
     specs = [parse_store(text) for text in options.stores]
-    runner, facts = build_rank(model, options, drafter, world)
+    device = resolve_device(options.device)
+    runner: StoringDevice
+    if device == "cpu":
+        runner, facts = build_rank(model, options, drafter, world)
+    else:
+        runner, facts = build_gpu_rank(model, options, device, drafter)
     engine = engine_over(runner, facts, options, name)
     if specs:
         tiers = open_tiers(specs)
@@ -209,6 +245,19 @@ def assemble(
         stores.closing += [runner.porter.close, *(tier.close for tier in tiers)]
         engine.attach(stores)
     return engine
+
+
+def build_gpu_rank(
+    model: Model, options: EngineOptions, device: str, drafter: Drafter | None = None
+) -> tuple[StoringDevice, Facts]:
+    """The doing side of one rank on a GPU. Needs Triton, which an installation for the CPU does not
+    have, hence the late import."""
+    if drafter is not None:
+        raise ValueError(f"--speculate does not go with --device {device} yet")
+    built: tuple[StoringDevice, Facts] = import_module("merestone.engine.gpu").build_gpu_rank(
+        model, options, device
+    )
+    return built
 
 
 def build_rank(
@@ -230,7 +279,7 @@ def build_rank(
         lag=drafter.lag if drafter else 0,
         dcp=world.dcp,
     )
-    frames = options.frames or options.memory // layout.frame_bytes
+    frames = options.frames or (options.memory or CPU_MEMORY) // layout.frame_bytes
     arena = Arena(
         layout,
         fields,

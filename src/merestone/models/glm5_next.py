@@ -34,7 +34,7 @@ class _Hyper:
         self._fn = weights.fp32(f"{prefix}_fn", (width, n * hidden))
         self._base = weights.fp32(f"{prefix}_base", (width,))
         scale = weights.fp32(f"{prefix}_scale", (3,))
-        self._scale = scale.repeat_interleave(torch.tensor([n, n, n * n]))
+        self._scale = torch.cat([scale[i].expand(size) for i, size in enumerate((n, n, n * n))])
         self._norm = weights.take(norm, (hidden,))
 
     def enter(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:

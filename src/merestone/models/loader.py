@@ -92,7 +92,7 @@ def load_model(
         config = dataclasses.replace(config, max_length=max_length)
     weights: Mapping[str, Tensor] | Source
     if load_format == "random":
-        weights, stored = RandomWeights(config, seed), torch.bfloat16
+        weights, stored = RandomWeights(config, seed, device=world.device), torch.bfloat16
     else:
         weights, stored = _stored(directory, config)
     if dtype is None:

@@ -45,15 +45,20 @@ _GAINS = {"f_b_proj": 0.5, "gate_proj": 2.0, "w1": 2.0, "gate": 2.0, "q_b_proj":
 class RandomWeights:
     """A :class:`merestone.layers.weights.Source` for the text model of ``config``.
 
-    A tensor's values depend on ``seed``, its name, its shape and the configuration only. ``text``:
-    ids are bytes, and replies are to be text.
+    A tensor's values depend on ``seed``, its name, its shape, the configuration and the kind of
+    ``device`` only, where it is made. ``text``: ids are bytes, and replies are to be text.
     """
 
     def __init__(
-        self, config: Glm5NextConfig | KimiLinearConfig, seed: int, text: bool = False
+        self,
+        config: Glm5NextConfig | KimiLinearConfig,
+        seed: int,
+        text: bool = False,
+        device: str = "cpu",
     ) -> None:
         self._config = config
         self._seed = seed
+        self._device = device
         self._text = text
         self._bound = config.gate_lower_bound if isinstance(config, Glm5NextConfig) else None
 
@@ -107,7 +112,8 @@ class RandomWeights:
         """Tokens that each head remembers, [H]: even on a log scale, shaken in each layer."""
         heads = self._config.kda_heads
         shake = self._uniform(f"{prefix}.memory", (heads,), -0.5, 0.5)
-        return SHORTEST * (LONGEST / SHORTEST) ** torch.linspace(0.0, 1.0, heads) * shake.exp()
+        even = torch.linspace(0.0, 1.0, heads, device=self._device)
+        return SHORTEST * (LONGEST / SHORTEST) ** even * shake.exp()
 
     def _rates(self, prefix: str) -> Tensor:
         return self._uniform(f"{prefix}.A_log", (self._config.kda_heads,), -0.3, 0.3)
@@ -155,13 +161,17 @@ class RandomWeights:
         return self._normal(name, shape, gain / math.sqrt(shape[1]))
 
     def _normal(self, name: str, shape: tuple[int, ...], std: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=self._generator(name)).mul_(std)
+        source = self._generator(name)
+        return torch.randn(shape, generator=source, device=self._device).mul_(std)
 
     def _uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=self._generator(name))
+        source = self._generator(name)
+        return low + (high - low) * torch.rand(shape, generator=source, device=self._device)
 
     def _generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
+        return torch.Generator(self._device).manual_seed(
+            zlib.crc32(f"{self._seed}:{name}".encode())
+        )
 
 
 def _layer(name: str) -> int:

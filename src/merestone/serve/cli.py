@@ -139,6 +139,10 @@ def serve(
     model_dir: ModelDir = None,
     host: Annotated[str, typer.Option(envvar="MERESTONE_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, envvar="MERESTONE_PORT")] = 8000,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
+    ] = "auto",
+    graphs: Annotated[bool, typer.Option(help="Replay steps on a GPU as CUDA graphs.")] = True,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     load_format: Annotated[
         str, typer.Option(help="auto: the directory's weights; random: weights made in memory.")
@@ -146,7 +150,9 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Context limit.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 8,
-    memory: Annotated[str, typer.Option(help="Size of the pool.")] = "512MiB",
+    memory: Annotated[
+        str | None, typer.Option(help="Size of the pool. Default: 512MiB, on a GPU what is left.")
+    ] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Instead of --memory.")] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
@@ -192,12 +198,14 @@ def serve(
         )
     )
     options = EngineOptions(
+        device=device,
+        graphs=graphs,
         dtype=dtype,
         load_format=load_format,
         threads=threads,
         max_model_len=max_model_len,
         max_running=max_running,
-        memory=parse_size(memory),
+        memory=None if memory is None else parse_size(memory),
         token_budget=token_budget,
         retention=retention,
         mark_share=mark_share,

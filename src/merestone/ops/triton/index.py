@@ -50,13 +50,16 @@ def _pool(
     start = tl.load(first + sequence)
     column = tl.arange(0, DIM)
     member = tl.arange(0, SIZE)
+    # A negative number is padding: its "members" are nowhere, and nothing is stored.
+    exists = number >= 0
     at = number * SIZE + member
-    fresh = at >= start
+    fresh = exists & (at >= start)
+    stale = exists & (at < start)
     new_at = (tl.load(row + sequence) + at - start).to(tl.int64) * new_row
     entry = open_pages + sequence * page_entries + at // PAGE
-    frame = tl.load(entry, mask=at < start, other=0).to(tl.int64)
+    frame = tl.load(entry, mask=stale, other=0).to(tl.int64)
     old_at = frame * key_frame + (at % PAGE) * DIM
-    here, there = fresh[:, None], (at < start)[:, None]
+    here, there = fresh[:, None], stale[:, None]
     new_at, old_at = new_at[:, None] + column, old_at[:, None] + column
     new_key = tl.load(new_keys + new_at, mask=here, other=0.0)
     new_gate = tl.load(new_gates + new_at, mask=here, other=0.0)
@@ -68,8 +71,8 @@ def _pool(
     mixed = tl.sum(weights * key.to(tl.float32), 0) / tl.sum(weights, 0)
     pool_page = FULL_PAGE // SIZE
     target = full_pages + sequence * full_entries + number // pool_page
-    to = tl.load(target).to(tl.int64) * out_frame + (number % pool_page) * DIM
-    tl.store(out + to + column, mixed.to(out.dtype.element_ty))
+    to = tl.load(target, mask=exists, other=0).to(tl.int64) * out_frame + number % pool_page * DIM
+    tl.store(out + to + column, mixed.to(out.dtype.element_ty), mask=exists & (column < DIM))
 
 
 @triton.jit(do_not_specialize=["entries", "width"])
@@ -130,7 +133,7 @@ def _choose(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Grid: (rows). The K best of a row's first ``complete`` (at least K) scores, ascending.
+    """Grid: (rows). The K best of a row's first ``complete`` scores, ascending; all if fewer.
 
     Four passes fix the K-th largest value a byte at a time; a last one writes what is above it,
     and of its equals the first. A row with a NaN gets -1: its keys are damaged.
@@ -186,10 +189,11 @@ def _members(
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sees = tl.load(seen + row)
-    pool = tl.load(best + row * K + at // SIZE, mask=at < K * SIZE, other=0)
+    pooled = tl.minimum(sees // SIZE, K) * SIZE
+    pool = tl.load(best + row * K + at // SIZE, mask=at < pooled, other=0)
     inside = pool * SIZE + at % SIZE
-    token = tl.where(at < K * SIZE, inside, sees // SIZE * SIZE + at - K * SIZE)
-    count = K * SIZE + sees % SIZE
+    token = tl.where(at < pooled, inside, sees // SIZE * SIZE + at - pooled)
+    count = pooled + sees % SIZE
     tl.store(out + row * WIDTH + at, tl.where(at < count, token, 0), mask=at < WIDTH)
     if tl.program_id(1) == 0:
         tl.store(counts + row, count)
@@ -207,7 +211,8 @@ def write_pools(
     pool_number: Tensor,
     sequences: Sequences,
 ) -> None:
-    """Write the keys of the pools that a step completes: n of them, by sequence and number.
+    """Write the keys of the pools that a step completes: n of them, by sequence and number (-1:
+    none, padding).
 
     Args:
         keys, gates: [N, D] the step's raw rows, of one stride. key_pages, gate_pages: [frames,
@@ -273,8 +278,8 @@ def pool_scores(
 def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
     """The ``k`` best of each row's first ``complete`` scores, ascending: [R, P], [R] -> [R, k].
 
-    ``complete`` int32, at least ``k``. Ties go to the lowest pool; a row with a score that is not a
-    number gets -1. int32.
+    ``complete`` int32; of a row with fewer than ``k`` all are taken and the rest is undefined. Ties
+    go to the lowest pool; a row with a score that is not a number gets -1. int32.
     """
     rows, width = scores.shape
     assert scores.is_contiguous()
@@ -289,7 +294,8 @@ def choose(scores: Tensor, complete: Tensor, k: int) -> Tensor:
 def members(best: Tensor, seen: Tensor, size: int, width: int) -> tuple[Tensor, Tensor]:
     """Tokens of the chosen pools, then those of the open one: [R, width] int32, and how many [R].
 
-    best [R, k] int32, ascending; seen [R] int32, tokens that a row sees. The rest is 0.
+    best [R, k] int32, ascending; seen [R] int32, tokens that a row sees (a row with at most k
+    complete pools sees them all, in order). The rest is 0.
     """
     rows, k = best.shape
     assert best.is_contiguous()

@@ -1,0 +1,215 @@
+"""Passes over the model on a GPU: launched one kernel at a time, or replayed as CUDA graphs.
+
+Knows keys, buffers and when a graph is worth having. Must not know plans. A graph is captured once
+for a key, from the very calls that run without graphs, and replays them: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from merestone.device.gpu_state import RING, GpuState
+from merestone.device.gpu_tables import Ints, Key, Tables
+from merestone.models.gpu import GpuModel
+from merestone.models.interface import CHUNK
+from merestone.ops.triton.judge import best
+from merestone.ops.triton.pages import write_ring
+from merestone.sched.plan import Work
+
+log = logging.getLogger("merestone.device")
+Result = TypeVar("Result")
+
+MIXED = (64, 128, 256, 512, 1024)
+"""Rows of graphs for steps with prefills."""
+SHORTEST = 4096
+"""Tokens that a row of the smallest graphs may see; each next size is four times that."""
+
+
+def bucket(count: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of ``sizes`` that holds ``count``, None if none does."""
+    return next((size for size in sizes if count <= size), None)
+
+
+def ladder(most: int) -> list[int]:
+    """Numbers of sequences that decoding graphs are made for: powers of two, and ``most``."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def _sees(longest: int) -> int:
+    """The size of contexts that ``longest`` tokens fall into."""
+    size = SHORTEST
+    while size < longest:
+        size *= 4
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Logits [M, V] fp32 of the rows that a step samples from, their best ids and whether a value
+    is not finite, [M] int32."""
+
+    logits: Tensor
+    ids: Tensor
+    bad: Tensor
+
+
+class Passes:
+    """``graphs``: replay what fits one. ``rows`` of a step and ``slots`` at most."""
+
+    def __init__(
+        self, model: GpuModel, state: GpuState, *, rows: int, slots: int, graphs: bool
+    ) -> None:
+        self._model, self._state = model, state
+        self._slots = slots
+        self._graphs = graphs
+        self._tables: dict[Key, Tables] = {}
+        self._forwards: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._samples: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self.graph_bytes = 0
+        most = bucket(rows, MIXED) or rows
+        size = self._of(Key(most, slots, SHORTEST, True)).size
+        pinned = state.device != "cpu"
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
+        self._host_rows = torch.empty(slots, dtype=torch.int32, pin_memory=pinned)
+        self._sample_rows = torch.zeros(slots, dtype=torch.int32, device=state.device)
+        self._found = torch.zeros(2, slots, dtype=torch.int32, device=state.device)
+
+    def _of(self, key: Key) -> Tables:
+        if key not in self._tables:
+            self._tables[key] = Tables(
+                key, chunk=CHUNK, heads=self._model.heads, pool=self._model.pool,
+                frames=self._state.layout.anchor_frames,
+            )  # fmt: skip
+        return self._tables[key]
+
+    # -- the forward pass -----------------------------------------------------------------------
+
+    def forward(self, works: Sequence[Work]) -> Tensor:
+        """Compute all rows of ``works``; their hidden rows, [N, D] (valid until the next pass)."""
+        rows = sum(work.end - work.start for work in works)
+        key, graphed = self._key(rows, len(works), max(work.end for work in works))
+        if graphed and key not in self._forwards:
+            self._capture_forward(key)
+        tables = self._fill(key, works)
+        if not graphed:
+            return self._compute(tables)
+        graph, hidden = self._forwards[key]
+        graph.replay()
+        return hidden
+
+    def _fill(self, key: Key, works: Sequence[Work]) -> Tables:
+        tables = self._of(key)
+        host: Ints = self._host.numpy()
+        tables.fill(host[: tables.size], works, self._state.padding_slot)
+        self._buffer[: tables.size].copy_(self._host[: tables.size], non_blocking=True)
+        return tables
+
+    def _key(self, rows: int, sequences: int, longest: int) -> tuple[Key, bool]:
+        """The key of a step, and whether it is that of a graph."""
+        sees = _sees(longest)
+        if self._graphs and rows == sequences:
+            size = bucket(rows, ladder(self._slots))
+            assert size is not None, (rows, self._slots)
+            return Key(size, size, sees, False), True
+        size = bucket(rows, MIXED)
+        if self._graphs and size is not None:
+            return Key(size, self._slots, sees, True), True
+        return Key(rows, sequences, sees, rows != sequences), False
+
+    def _compute(self, tables: Tables) -> Tensor:
+        state = self._state
+        step = tables.step(self._buffer[: tables.size], state)
+        hidden = self._model.forward(step, state)
+        write_ring(hidden, state.ring, step.row_sequence, step.row_position, step.slot, step.floor)
+        return hidden
+
+    # -- the rows that are sampled from ---------------------------------------------------------
+
+    def sample(self, rows: Sequence[tuple[int, int]]) -> Sampled:
+        """Logits after ``at`` tokens of each ``(slot, at)``."""
+        count = len(rows)
+        size = count
+        if self._graphs:
+            size = bucket(count, ladder(self._slots)) or count
+            if size not in self._samples:
+                self._capture_sample(size)
+        host: Ints = self._host_rows.numpy()
+        host[:count] = [slot * RING + (at - 1) % RING for slot, at in rows]
+        host[count:size] = self._state.padding_slot * RING
+        self._sample_rows[:size].copy_(self._host_rows[:size], non_blocking=True)
+        if self._graphs:
+            graph, found = self._samples[size]
+            graph.replay()
+        else:
+            found = self._judge(size)
+        return Sampled(found.logits[:count], found.ids[:count], found.bad[:count])
+
+    def _judge(self, size: int) -> Sampled:
+        ring = self._state.ring
+        hidden = ring.view(-1, ring.shape[2]).index_select(0, self._sample_rows[:size])
+        logits = self._model.logits(hidden)
+        ids, bad = self._found[0, :size], self._found[1, :size]
+        best(logits, ids, bad)
+        return Sampled(logits, ids, bad)
+
+    # -- graphs ---------------------------------------------------------------------------------
+
+    def capture_ladder(self) -> None:
+        """Capture the graphs of decoding in short contexts, the largest (whose memory the others
+        share) first."""
+        for size in reversed(ladder(self._slots) if self._graphs else []):
+            self._capture_forward(self._key(size, size, 1)[0])
+            self._capture_sample(size)
+
+    def measure(self, rows: int, longest: int) -> int:
+        """Bytes that steps take at most: one of ``rows`` rows, a decoding one, and its logits."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        sees = _sees(longest)
+        for key in (Key(rows, self._slots, sees, True), Key(self._slots, self._slots, sees, False)):
+            self._compute(self._fill(key, ()))
+        self._judge(self._slots)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved() - before
+
+    def _capture_forward(self, key: Key) -> None:
+        # Padding alone: a pass may rewrite an anchor in place, so none may run twice.
+        tables = self._fill(key, ())
+        self._forwards[key] = self._capture(lambda: self._compute(tables), str(key))
+
+    def _capture_sample(self, size: int) -> None:
+        self._samples[size] = self._capture(lambda: self._judge(size), f"sampling {size} rows")
+
+    def _capture(
+        self, call: Callable[[], Result], name: str
+    ) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """``call`` as a graph, after one run that compiles and loads its kernels."""
+        before = torch.cuda.memory_reserved()
+        side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = call()
+        used = torch.cuda.memory_reserved() - before
+        self.graph_bytes += used
+        log.debug("graph of %s: %d bytes more", name, used)
+        return graph, result
+
+
+def rows_of(works: Sequence[Work]) -> list[int]:
+    """The batch row at which each work's rows begin."""
+    lengths = [work.end - work.start for work in works]
+    return [int(at) for at in np.cumsum([0, *lengths[:-1]])]

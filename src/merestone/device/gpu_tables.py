@@ -1,0 +1,249 @@
+"""A step's tables: how many entries each has, where it lies in one buffer, and what goes in.
+
+Knows works and shapes. Must not know the model's layers, nor tensors' contents. A key gives every
+size, so two steps of one key have their tables in the same places: what a graph needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from merestone.device.gpu_state import GpuState
+from merestone.layers.gpu.step import Rebuild, Step
+from merestone.ops.triton.kda import Pass
+from merestone.ops.triton.rows import Sequences
+from merestone.sched.plan import Work
+
+Ints = NDArray[np.int32]
+
+_GRID = 4
+"""Tables start at multiples of so many entries: 16 bytes."""
+_SPLIT_ROWS = 64
+"""Up to so many rows a program for every span of keys; above, enough programs without."""
+_NARROW, _WIDE = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The size of a step: ``rows``, ``sequences`` without that of padding, ``longest``: tokens that
+    a row may see. ``cut``: works may need two passes of the recurrence (see :func:`cut_at`)."""
+
+    rows: int
+    sequences: int
+    longest: int
+    cut: bool
+
+
+def cut_at(work: Work, chunk: int) -> int | None:
+    """Where a work's recurrence must be cut in two, None if one pass does.
+
+    A pass with old rows in the cache may reach two chunks beyond its anchor. A longer one first
+    completes the open chunk, and goes on from the state there, which it leaves in the new anchor.
+    """
+    if work.start == work.anchor or work.end - work.anchor <= 2 * chunk:
+        return None
+    at = (work.start // chunk + 1) * chunk
+    assert at - work.anchor <= 2 * chunk, work
+    assert at <= work.advance, work
+    return at
+
+
+class Tables:
+    """The tables of one key in a buffer of int32. ``heads`` and ``pool`` as in a GpuModel;
+    ``frames`` of an anchor."""
+
+    def __init__(self, key: Key, *, chunk: int, heads: int, pool: int, frames: int) -> None:
+        self.key = key
+        self._chunk, self._heads, self._pool, self._frames = chunk, heads, pool, frames
+        self.split = key.rows <= _SPLIT_ROWS
+        self._height = _NARROW if self.split else _WIDE
+        n, s = key.rows, key.sequences + 1
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("tokens", "row_sequence", "row_position", "seen"), (n,)
+        )
+        shapes |= dict.fromkeys(("first", "row", "anchor", "end", "advance", "floor", "slot"), (s,))
+        shapes |= dict.fromkeys(("anchor_frames", "advance_frames"), (s, frames))
+        if key.cut:
+            cut = ("cut_end", "cut_advance", "rest_first", "rest_row", "rest_anchor")
+            shapes |= dict.fromkeys((*cut, "rest_advance"), (s,))
+            shapes |= dict.fromkeys(("cut_frames", "rest_frames"), (s, frames))
+        shapes["pools"] = (2, -(-(n // pool + s) // _GRID) * _GRID) if pool else (2, 0)
+        shapes["work"] = (self._most_items(n, s), 3)
+        self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.size = 0
+        for name, shape in shapes.items():
+            self._places[name] = self.size, shape
+            self.size += -(-int(np.prod(shape)) // _GRID) * _GRID
+
+    def _most_items(self, rows: int, sequences: int) -> int:
+        if self._pool:
+            return rows * -(-self._heads // self._height)
+        return rows * self._heads // self._height + sequences if self._heads else 0
+
+    def _part(self, buffer: Any, name: str) -> Any:
+        first, shape = self._places[name]
+        return buffer[first : first + int(np.prod(shape))].reshape(shape)
+
+    # -- the host's side ------------------------------------------------------------------------
+
+    def fill(self, buffer: Ints, works: Rows[Work], padding_slot: int) -> None:
+        """Write the tables of ``works`` (at least one row each) into ``buffer`` [size]."""
+        key, count = self.key, len(works)
+        assert count <= key.sequences, (count, key)
+        t = {name: self._part(buffer, name) for name in self._places}
+        start, end, anchor, advance = (
+            np.array([getattr(w, name) for w in works], np.int32)
+            for name in ("start", "end", "anchor", "advance")
+        )
+        lengths = end - start
+        row = np.cumsum(lengths, dtype=np.int32) - lengths
+        for name in ("first", "row", "anchor", "end", "advance", "floor"):
+            t[name][:] = 0
+        t["first"][:count], t["end"][:count], t["row"][:count] = start, end, row
+        t["anchor"][:count], t["floor"][:count] = anchor, advance
+        t["advance"][:count] = np.where(advance > anchor, advance, 0)
+        t["slot"][:] = padding_slot
+        t["slot"][:count] = [w.slot for w in works]
+        for name in ("anchor_frames", "advance_frames"):
+            t[name][:] = -1
+            for i, work in enumerate(works):
+                if frames := getattr(work, name):
+                    t[name][i] = frames
+        if key.cut:
+            self._fill_cut(t, works)
+        self._fill_rows(t, works, start, lengths, row)
+        if self._pool:
+            self._fill_pools(t["pools"], start, end)
+        self._fill_items(t, lengths, row)
+
+    def _fill_rows(
+        self, t: dict[str, Ints], works: Rows[Work], start: Ints, lengths: Ints, row: Ints
+    ) -> None:
+        used = int(lengths.sum())
+        assert used <= self.key.rows, (used, self.key)
+        for work, at in zip(works, row.tolist(), strict=True):
+            t["tokens"][at : at + work.end - work.start] = work.tokens
+        t["row_sequence"][:used] = np.repeat(np.arange(len(works), dtype=np.int32), lengths)
+        t["row_position"][:used] = np.arange(used, dtype=np.int32) + np.repeat(start - row, lengths)
+        t["seen"][:used] = t["row_position"][:used] + 1
+        t["row_sequence"][used:] = self.key.sequences
+        for name in ("tokens", "row_position", "seen"):
+            t[name][used:] = 0
+
+    def _fill_cut(self, t: dict[str, Ints], works: Rows[Work]) -> None:
+        """Two passes: up to the cut (nothing where there is none), and from there."""
+        t["cut_end"][:] = t["cut_advance"][:] = 0
+        t["cut_frames"][:] = -1
+        for name in ("first", "row", "anchor", "advance"):
+            t[f"rest_{name}"][:] = t[name]
+        t["rest_frames"][:] = t["anchor_frames"]
+        for i, work in enumerate(works):
+            at = cut_at(work, self._chunk)
+            if at is None:
+                continue
+            t["cut_end"][i] = t["cut_advance"][i] = at
+            t["cut_frames"][i] = t["rest_frames"][i] = work.advance_frames
+            t["rest_first"][i] = t["rest_anchor"][i] = at
+            t["rest_row"][i] += at - work.start
+            t["rest_advance"][i] = work.advance if work.advance > at else 0
+
+    def _fill_pools(self, pools: Ints, start: Ints, end: Ints) -> None:
+        first = start // self._pool
+        counts = end // self._pool - first
+        used = int(counts.sum())
+        before = np.cumsum(counts) - counts
+        pools[0, :used] = np.repeat(np.arange(len(start)), counts)
+        pools[1, :used] = np.arange(used) + np.repeat(first - before, counts)
+        pools[0, used:] = 0
+        pools[1, used:] = -1
+
+    def _fill_items(self, t: dict[str, Ints], lengths: Ints, row: Ints) -> None:
+        """Items of rows x heads: of each sequence, or (where rows select) of each row."""
+        heads, height, rows = self._heads, self._height, self.key.rows
+        if not heads:
+            return
+        if self._pool:
+            sequence, first = t["row_sequence"], np.arange(rows) * heads
+            count = np.full(rows, heads)
+        else:
+            used = int(lengths.sum())
+            # The rows of padding are a part too: they see nothing, and are zero.
+            sequence = np.append(np.arange(len(lengths)), self.key.sequences)
+            first = np.append(row, used) * heads
+            count = np.append(lengths, rows - used) * heads
+        each = -(-count // height)
+        total = int(each.sum())
+        within = (np.arange(total) - np.repeat(np.cumsum(each) - each, each)) * height
+        work = t["work"]
+        work[:total, 0] = np.repeat(sequence, each)
+        work[:total, 1] = np.repeat(first, each) + within
+        work[:total, 2] = np.minimum(height, np.repeat(count, each) - within)
+        work[total:] = 0
+
+    # -- the device's side ----------------------------------------------------------------------
+
+    def step(self, buffer: Tensor, state: GpuState) -> Step:
+        """The tables in ``buffer`` [size] int32, on the device, with the page tables of its slots
+        (gathered here: part of what a graph replays)."""
+        t = {name: self._part(buffer, name) for name in self._places}
+        slot = t["slot"]
+        open_pages = state.tables["open"].index_select(0, slot)
+        whole = Sequences(t["first"], t["row"], t["anchor"], open_pages, t["anchor_frames"])
+        passes: tuple[tuple[Sequences, Pass], ...] = (
+            (whole, Pass(t["end"], t["advance"], slot, t["advance_frames"])),
+        )
+        if self.key.cut:
+            rest = Sequences(
+                t["rest_first"], t["rest_row"], t["rest_anchor"], open_pages, t["rest_frames"]
+            )
+            passes = (
+                (whole, Pass(t["cut_end"], t["cut_advance"], slot, t["cut_frames"])),
+                (rest, Pass(t["end"], t["rest_advance"], slot, t["advance_frames"])),
+            )
+        return Step(
+            tokens=t["tokens"],
+            row_sequence=t["row_sequence"],
+            row_position=t["row_position"],
+            seen=t["seen"],
+            sequences=whole,
+            full_pages=state.tables["full"].index_select(0, slot),
+            floor=t["floor"],
+            slot=slot,
+            passes=passes,
+            advance=t["advance"],
+            advance_frames=t["advance_frames"],
+            pools=t["pools"],
+            work=t["work"],
+            split=self.split,
+            longest=self.key.longest,
+        )
+
+
+def rebuild_tables(works: Rows[Work], frames: int, state: GpuState) -> Rebuild:
+    """The tables that make the caches of rows [anchor, start) of ``works`` again."""
+
+    def ints(values: Rows[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(state.device)
+
+    start, anchor, slot = (
+        ints([getattr(w, n) for w in works]) for n in ("start", "anchor", "slot")
+    )
+    anchors = ints([f for w in works for f in w.anchor_frames or (-1,) * frames]).view(-1, frames)
+    lengths = [w.start - w.anchor for w in works]
+    row = ints(np.cumsum([0, *lengths[:-1]]).tolist())
+    open_pages = state.tables["open"].index_select(0, slot)
+    zero = torch.zeros_like(slot)
+    return Rebuild(
+        row_sequence=ints([i for i, n in enumerate(lengths) for _ in range(n)]),
+        row_position=ints([p for w in works for p in range(w.anchor, w.start)]),
+        found=Sequences(start, zero, anchor, open_pages, anchors),
+        sequences=Sequences(anchor, row, anchor, open_pages, anchors),
+        again=Pass(start, zero, slot, torch.full_like(anchors, -1)),
+    )

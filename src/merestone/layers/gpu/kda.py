@@ -1,0 +1,109 @@
+"""The Kimi delta attention layer on a GPU: one recurrence kernel for prefill, decode and drafts.
+
+Knows its CPU counterpart, whose weights and fields it has. Must not know who owns pages. Old rows
+of the open chunk come from caches of the slot; after a restore these are made again from the raw
+rows in the open pages, without any projection.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from merestone.layers.gpu.step import DeviceState, Rebuild, SlotField, Step
+from merestone.layers.kda import KdaLayer
+from merestone.layers.state import Field
+from merestone.ops.triton.conv import conv
+from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
+from merestone.ops.triton.kda_inputs import kda_inputs
+from merestone.ops.triton.norms import gated_rms_norm
+from merestone.ops.triton.pages import read_rows, write_rows, write_tail
+from merestone.ops.triton.rows import Sequences
+
+_L2_EPS = 1e-6
+# Rows of the joint projection come in whole vectors, or a product could not read its parts.
+_VECTOR = 16
+
+
+class GpuKda:
+    """One layer; the weights of ``layer`` on ``device``. ``chunk`` is C."""
+
+    def __init__(self, layer: KdaLayer, device: str, chunk: int) -> None:
+        s = self.shape = layer.shape
+        self.layer = layer.layer
+        self._chunk = chunk
+        self._fields = layer.fields()
+        both, strength, decay, gate = torch.split(layer._inputs.to(device), layer._splits)
+        # Strengths last: there are few of them, and parts must start on the vector grid.
+        spare = -strength.shape[0] % _VECTOR
+        self._inputs = torch.cat([both, decay, gate, strength, both.new_zeros(spare, s.hidden)])
+        self._splits = [3 * s.width, s.dim, s.dim, s.heads, spare]
+        self._decay = layer._decay.to(device)
+        self._gate = layer._gate.to(device)
+        self._out = layer._out.to(device)
+        self._conv = layer._conv.to(device)
+        self._bias = layer._bias.to(device).flatten()
+        self._rate = layer._rate.to(device).flatten()
+        self._norm = layer._norm.to(device)
+
+    def fields(self) -> tuple[Field, ...]:
+        return self._fields
+
+    def slot_fields(self) -> tuple[SlotField, ...]:
+        s = self.shape
+        shapes = open_rows_shapes(s.heads, s.dim, s.dim, self._chunk, self._out.dtype)
+        return tuple(SlotField(self.layer, name, *rest) for name, rest in shapes.items())
+
+    def forward(self, x: Tensor, step: Step, state: DeviceState) -> Tensor:
+        """[N, hidden] -> [N, hidden]; writes open rows, caches and ordered anchors."""
+        s = self.shape
+        r, decay, gate, strength, _ = torch.split(linear(x, self._inputs), self._splits, 1)
+        decay = linear(decay, self._decay)
+        pages = state.rows(self.layer, "r")
+        rows = step.row_sequence, step.row_position
+        for name, value in (("r", r), ("gate", decay), ("beta", strength)):
+            table = step.sequences.open_pages
+            write_rows(value, state.rows(self.layer, name), table, *rows, step.floor)
+        tail = state.cells(self.layer, "conv")
+        mixed = conv(r, pages, tail, self._conv, *rows, step.sequences)
+        out = self._recur(mixed, decay, strength, step.passes, state)
+        write_tail(r, pages, tail, step.sequences, step.advance, step.advance_frames)
+        gates = linear(gate, self._gate).view(-1, s.dim)
+        out = gated_rms_norm(out.view(-1, s.dim), self._norm, gates, s.rms_eps)
+        return linear(out.view(-1, s.width), self._out)
+
+    def rebuild(self, old: Rebuild, state: DeviceState) -> None:
+        """Make the caches of sequences' old rows again."""
+        names = ("r", "gate", "beta")
+        pages = [state.rows(self.layer, name) for name in names]
+        rows = old.row_sequence, old.row_position
+        gate, strength = (read_rows(p, old.found.open_pages, *rows) for p in pages[1:])
+        none = pages[0].new_empty(0, pages[0].shape[2])
+        tail = state.cells(self.layer, "conv")
+        mixed = conv(none, pages[0], tail, self._conv, *rows, old.found)
+        self._recur(mixed, gate, strength, ((old.sequences, old.again),), state)
+
+    def _recur(
+        self,
+        mixed: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        passes: tuple[tuple[Sequences, Pass], ...],
+        state: DeviceState,
+    ) -> Tensor:
+        """Convolved rows [N, 3 width], raw gates and strengths -> [N, H, dim]."""
+        s = self.shape
+        q, k, g, beta = kda_inputs(
+            mixed, decay, strength, self._bias, self._rate, eps=_L2_EPS, lowest=s.gate_lower_bound
+        )
+        v = mixed[:, 2 * s.width :].view(-1, s.heads, s.dim)
+        out = torch.empty_like(q)
+        anchors = state.cells(self.layer, "state")
+        cache = OpenRows(**{f.name: state.slot_field(f.layer, f.name) for f in self.slot_fields()})
+        for sequences, one in passes:
+            kda(
+                q, k, v, g, beta, anchors, cache, sequences, one,
+                chunk=self._chunk, lowest=s.gate_lower_bound, out=out,
+            )  # fmt: skip
+        return out
