@@ -25,6 +25,7 @@ from merestone.store.desk import Desk, Identity, StoreSettings
 from merestone.store.disk import DiskTier
 from merestone.store.lane import Bell
 from merestone.store.memory import MemoryTier
+from merestone.store.network import NetworkTier
 from merestone.store.options import StoreSpec
 from merestone.store.recovery import recover
 from merestone.store.stores import Stores
@@ -47,7 +48,7 @@ def open_tiers(specs: Sequence[StoreSpec]) -> list[Tier]:
             case "disk":
                 tiers.append(DiskTier(Path(spec.place)))
             case _:
-                raise ValueError(f"no store of kind {spec.kind}")
+                tiers.append(NetworkTier(spec.place))
     return tiers
 
 
@@ -98,6 +99,7 @@ def open_stores(
         if disk is not None:
             counts = recover(catalog, disk, disk)
             log.info("store disk:%s: %s", spec.place, counts)
-        clerk = Clerk(tier, bell.call, None, disk)
+        shared = tier if isinstance(tier, NetworkTier) else None
+        clerk = Clerk(tier, bell.call, shared, disk)
         desks.append(Desk(index, cache, catalog, clerk, identity, settings, tickets))
     return Stores(cache, desks, identity, settings, kinds, bell, tickets)

@@ -92,6 +92,7 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "frames_used": float(cache.spec.frames - cache.free),
         "frames_anchors": float(len(anchors)),
         "frame_bytes": float(cache.spec.frame_bytes),
+        **scheduler.outside.stats(),
     }
 
 

@@ -21,6 +21,8 @@ from merestone.store.chain import ANCHOR, HIDDEN, Chain, Part, parts_of, place
 from merestone.store.clerk import Clerk
 from merestone.store.manifest import FORMAT, Manifest
 
+PASSING = ("unreachable", "timeout")
+"""Failures of a tier after which a checkpoint, if it is still there, is written later."""
 REMEMBERED = 4096
 """Checkpoints written to a shared tier that are remembered, not to be written again."""
 
@@ -313,7 +315,10 @@ class Desk:
         job, self.job = self.job, None
         assert job is not None
         self._let_go()
-        self.lost[reason] += 1
+        if reason in PASSING:
+            self.queue.appendleft(job.checkpoint)
+        else:
+            self.lost[reason] += 1
         self.staged -= sum(len(s) for s in job.tickets.values()) * self.cache.spec.frame_bytes
         for ticket in job.tickets:
             self._reports.pop(ticket, None)

@@ -19,6 +19,10 @@ from merestone.store.fetches import Fetches, Fetching, Stage
 from merestone.store.manifest import Manifest
 
 
+BROKEN = ("damaged", "foreign")
+"""Errors that are a manifest's and not its tier's."""
+
+
 @dataclass(slots=True, eq=False)
 class Visit:
     """One waiting request: what stores answered, and what is fetched for it."""
@@ -105,7 +109,8 @@ class Imports:
     def _ask(self, desk: Desk, visit: Visit, above: int) -> None:
         def answer(manifest: Manifest | None, error: str) -> None:
             visit.asking -= 1
-            desk.reads.note(error, self.now)
+            if error not in BROKEN:
+                desk.reads.note(error, self.now)
             if error:
                 visit.reason = error
                 self.fetches.missed[error] += 1
