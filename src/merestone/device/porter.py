@@ -35,8 +35,8 @@ class Span(NamedTuple):
     dtype: torch.dtype
 
 
-def segment_spans(arena: Arena, segment: Segment, rank: int) -> list[Span]:
-    """The bytes that a segment has in its frame on ``rank``: only what was surely written, the
+def segment_spans(arena: Arena, segment: Segment) -> list[Span]:
+    """The bytes that a segment has in its frame on this rank: only what was surely written, the
     rows meant of each field or the cells of an anchor."""
     layout = arena.layout
     if segment.part == "hidden":
@@ -53,8 +53,10 @@ def segment_spans(arena: Arena, segment: Segment, rank: int) -> list[Span]:
                 if run.frame == segment.first
             ]
         return spans
-    group = arena.groups[segment.part]
-    first, last = (group.local_count(n, rank) for n in (segment.first, segment.last))
+    shards = arena.shards(segment.part)
+    first, last = (
+        shards.spec.local_count(count, shards.rank) for count in (segment.first, segment.last)
+    )
     for key, field in arena.fields.items():
         if field.home == segment.part:
             begin, end = (n // field.every * field.bytes for n in (first, last))
@@ -64,7 +66,8 @@ def segment_spans(arena: Arena, segment: Segment, rank: int) -> list[Span]:
 
 
 class Porter:
-    """Obeys store orders over ``arena``. ``notify`` is called by any thread after a report."""
+    """Obeys store orders over ``arena`` on ``rank``. ``notify`` is called by any thread after a
+    report."""
 
     def __init__(
         self, arena: Arena, tiers: Sequence[Tier], rank: int, notify: Callable[[], None]
@@ -114,7 +117,7 @@ class Porter:
         raw = self.arena.memory[frames].cpu().numpy()  # [segments, frame_bytes]
         named = []
         for row, segment in zip(raw, order.segments, strict=True):
-            spans = segment_spans(self.arena, segment, self.rank)
+            spans = segment_spans(self.arena, segment)
             data = b"".join(row[span.offset : span.offset + span.size].data for span in spans)
             named.append((segment_name(segment.address, self.rank), data))
         tier = self.tiers[order.tier]
@@ -169,7 +172,7 @@ class Porter:
     def _unpack(self, segment: Segment, data: bytes, found: list[Bytes]) -> str:
         """Add [frame_bytes] with the bytes of a segment where they belong (of a hidden row:
         itself) to ``found``; or say why not."""
-        spans = segment_spans(self.arena, segment, self.rank)
+        spans = segment_spans(self.arena, segment)
         if sum(span.size for span in spans) != len(data):
             return "foreign"
         source = np.frombuffer(data, np.uint8)
@@ -203,6 +206,6 @@ class Porter:
             )
         for segment, row in zip(order.segments, staged, strict=False):
             if segment.part == "hidden":
-                (span,) = segment_spans(self.arena, segment, self.rank)
+                (span,) = segment_spans(self.arena, segment)
                 target = memory[segment.frame, span.offset : span.offset + span.size]
                 target.copy_(torch.from_numpy(row))

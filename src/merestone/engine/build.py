@@ -25,7 +25,7 @@ from merestone.engine.api import EngineInfo
 from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
-from merestone.engine.outside import identity_of, open_stores, open_tiers
+from merestone.engine.outside import identity_of, keep_outside, open_tiers
 from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.engine.ranks.node import keep_ranks
@@ -39,7 +39,6 @@ from merestone.spec.build import draft_directory, load_drafter, parse_speculatio
 from merestone.spec.interface import Drafter
 from merestone.store.desk import StoreSettings
 from merestone.store.lane import Bell
-from merestone.store.options import parse_store
 
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -155,14 +154,19 @@ def lend_ranks(directory: Path, options: EngineOptions) -> str | None:
 
 def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngine:
     """An engine in this process over ranks in processes of their own."""
-    if options.stores:
-        raise ValueError("--store does not go with --tp above 1 yet")
+    tiers = open_tiers(options.stores)
     ranks = Ranks(options.ranks, directory, msgspec.json.encode(options))
     try:
-        engine = engine_over(ranks, ranks.start(), options, name)
+        facts = ranks.start()
+        engine = engine_over(ranks, facts, options, name)
     except BaseException:
         ranks.close()
         raise
+    if tiers:
+        identity = identity_of(weights_of(directory, options), facts, options.ranks.tp)
+        settings = StoreSettings(wait_s=options.store_wait)
+        stores = keep_outside(engine, options.stores, tiers, identity, settings, Bell())
+        stores.closing += [tier.close for tier in tiers]
     engine.attendant = ranks
     ranks.listen(engine.device_lost, engine.device_back)
     return engine
@@ -176,6 +180,7 @@ def gate_setup(options: EngineOptions) -> Setup:
         speculation=parse_speculation(options.speculate).gate,
         tp=options.ranks.tp,
         dcp=options.ranks.dcp,
+        store="boundaries" if options.stores else "none",
         proven=layout in PROVEN_LAYOUTS,
     )
 
@@ -226,7 +231,6 @@ def assemble(
     world: World = SINGLE,
 ) -> LocalEngine:
     """An engine around a loaded model, in this process. Stores know the model as ``weights``."""
-    specs = [parse_store(text) for text in options.stores]
     device = resolve_device(options.device)
     runner: StoringDevice
     if device == "cpu":
@@ -234,16 +238,13 @@ def assemble(
     else:
         runner, facts = build_gpu_rank(model, options, device, drafter)
     engine = engine_over(runner, facts, options, name)
-    if specs:
-        tiers = open_tiers(specs)
-        bell = Bell()
-        runner.porter = Porter(runner.arena, tiers, 0, bell.ring)
-        stores = open_stores(
-            engine.cache, specs, tiers, identity_of(weights, facts, 1),
-            StoreSettings(wait_s=options.store_wait), engine.retention, bell,
-        )  # fmt: skip
-        stores.closing += [runner.porter.close, *(tier.close for tier in tiers)]
-        engine.attach(stores)
+    if options.stores:
+        tiers, bell = open_tiers(options.stores), Bell()
+        runner.porter = porter = Porter(runner.arena, tiers, 0, bell.ring)
+        settings = StoreSettings(wait_s=options.store_wait)
+        identity = identity_of(weights, facts, 1)
+        stores = keep_outside(engine, options.stores, tiers, identity, settings, bell)
+        stores.closing += [porter.close, *(tier.close for tier in tiers)]
     return engine
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from merestone import __version__
-from merestone.core.cache import Cache
 from merestone.core.checkpoint import Kind
-from merestone.core.gate import Retention
+from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
 from merestone.store.catalog import Catalog
 from merestone.store.clerk import Clerk
@@ -26,7 +25,7 @@ from merestone.store.disk import DiskTier
 from merestone.store.lane import Bell
 from merestone.store.memory import MemoryTier
 from merestone.store.network import NetworkTier
-from merestone.store.options import StoreSpec
+from merestone.store.options import parse_store
 from merestone.store.recovery import recover
 from merestone.store.stores import Stores
 from merestone.store.tier import Tier
@@ -34,19 +33,20 @@ from merestone.store.tier import Tier
 log = logging.getLogger("merestone.store")
 
 
-def open_tiers(specs: Sequence[StoreSpec]) -> list[Tier]:
-    """The tiers asked for, fastest first as they were named.
+def open_tiers(stores: Sequence[str], owner: bool = True) -> list[Tier]:
+    """The tiers asked for, fastest first as they were named. One process of all ranks is the
+    ``owner`` of those that can have one.
 
     Raises:
         ValueError: one cannot be opened.
     """
     tiers: list[Tier] = []
-    for spec in specs:
+    for spec in map(parse_store, stores):
         match spec.kind:
             case "memory":
                 tiers.append(MemoryTier())
             case "disk":
-                tiers.append(DiskTier(Path(spec.place)))
+                tiers.append(DiskTier(Path(spec.place), owner))
             case _:
                 tiers.append(NetworkTier(spec.place))
     return tiers
@@ -76,24 +76,24 @@ def _device(kind: str) -> str:
     return f"{kind} {torch.cuda.get_device_name()}"
 
 
-def open_stores(
-    cache: Cache,
-    specs: Sequence[StoreSpec],
+def keep_outside(
+    engine: LocalEngine,
+    stores: Sequence[str],
     tiers: Sequence[Tier],
     identity: Identity,
     settings: StoreSettings,
-    retention: Retention,
     bell: Bell,
 ) -> Stores:
-    """The deciding side of stores. What an owned tier held is taken stock of, and cleaned up.
+    """Have an engine keep its checkpoints in tiers, too. What an owned tier held is taken stock
+    of, and cleaned up.
 
     All boundaries are written but what aborted prefills left, unless aligned states are all that
     is kept.
     """
-    kinds = frozenset(Kind) if retention.grid else frozenset(Kind) - {Kind.ALIGNED}
+    kinds = frozenset(Kind) if engine.retention.grid else frozenset(Kind) - {Kind.ALIGNED}
     tickets = itertools.count(1)
     desks = []
-    for index, (spec, tier) in enumerate(zip(specs, tiers, strict=True)):
+    for index, (spec, tier) in enumerate(zip(map(parse_store, stores), tiers, strict=True)):
         catalog = Catalog(spec.budget)
         disk = tier if isinstance(tier, DiskTier) else None
         if disk is not None:
@@ -101,5 +101,7 @@ def open_stores(
             log.info("store disk:%s: %s", spec.place, counts)
         shared = tier if isinstance(tier, NetworkTier) else None
         clerk = Clerk(tier, bell.call, shared, disk)
-        desks.append(Desk(index, cache, catalog, clerk, identity, settings, tickets))
-    return Stores(cache, desks, identity, settings, kinds, bell, tickets)
+        desks.append(Desk(index, engine.cache, catalog, clerk, identity, settings, tickets))
+    kept = Stores(engine.cache, desks, identity, settings, kinds, bell, tickets)
+    engine.attach(kept)
+    return kept

@@ -1,4 +1,4 @@
-"""The disk tier: one file a segment, one file a manifest, in a directory that one process owns.
+"""The disk tier: one file a segment, one file a manifest, in a directory that one engine owns.
 
     DIR/lock                      held while the process lives
     DIR/tmp/                      files being written; emptied at start
@@ -33,27 +33,31 @@ REASONS = {
 class DiskTier:
     """Implements ``tier.Tier`` and ``tier.Recovered``.
 
+    ``owner``: whether this is the process that decides what is kept; ranks only read and write.
+
     Raises:
-        ValueError: the directory cannot be used, or another process uses it.
+        ValueError: the directory cannot be used, or another engine uses it.
     """
 
     name = "disk"
     boundaries = True
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, owner: bool = True) -> None:
         self.directory = directory
         self._numbers = iter(range(2**62))
         try:
             for folder in ("tmp", "segments", "manifests"):
                 (directory / folder).mkdir(parents=True, exist_ok=True)
-            self._lock = open(directory / "lock", "wb")  # noqa: SIM115 - held for life
+            self._lock = open(directory / "lock", "ab")  # noqa: SIM115 - held for life
         except OSError as error:
             raise ValueError(f"--store disk:{directory}: {error.strerror}") from error
+        if not owner:
+            return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ValueError(f"--store disk:{directory} is in use by another process") from error
+            raise ValueError(f"--store disk:{directory} is in use by another engine") from error
         for left in (directory / "tmp").iterdir():
             with suppress(OSError):
                 left.unlink()
@@ -61,7 +65,7 @@ class DiskTier:
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
         with _faults():
-            temporary = self.directory / "tmp" / f"{next(self._numbers)}"
+            temporary = self.directory / "tmp" / f"{os.getpid()}-{next(self._numbers)}"
             try:
                 _write(temporary, data)
                 if not path.parent.exists():

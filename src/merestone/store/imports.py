@@ -18,7 +18,6 @@ from merestone.store.desk import Desk, Identity, StoreSettings
 from merestone.store.fetches import Fetches, Fetching, Stage
 from merestone.store.manifest import Manifest
 
-
 BROKEN = ("damaged", "foreign")
 """Errors that are a manifest's and not its tier's."""
 

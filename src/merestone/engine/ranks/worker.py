@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from merestone import __version__
+from merestone.device.porter import Porter
 from merestone.device.runner import Runner
 from merestone.engine.build import (
     EngineOptions,
@@ -23,6 +24,7 @@ from merestone.engine.build import (
     weights_of,
 )
 from merestone.engine.facts import Facts
+from merestone.engine.outside import open_tiers
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome, flat
 from merestone.parallel.world import World, connect
@@ -79,6 +81,10 @@ def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
     model = load(directory, options, world)
     drafter = load_draft(directory, options, model, world)
     runner, facts = build_rank(model, options, drafter, world)
+    if options.stores:
+        tiers = open_tiers(options.stores, owner=False)
+        # What it has to report it says with the next plan, and is asked before long.
+        runner.porter = Porter(runner.arena, tiers, config.rank, lambda: None)
     return WorkerRank(runner, world), facts
 
 
