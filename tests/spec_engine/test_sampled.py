@@ -33,7 +33,7 @@ class Told:
 
 def answers(real: Real, requests: list[SamplingParams], n: int) -> dict[tuple[int, int], Told]:
     """All at once; by (seed, choice)."""
-    replies = [(params, real.send(PROMPT, 14, params=params, n=n)) for params in requests]
+    replies = [(params, real.send(PROMPT, 10, params=params, n=n)) for params in requests]
     real.drain()
     told = {}
     for params, reply in replies:
