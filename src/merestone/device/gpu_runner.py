@@ -20,7 +20,8 @@ from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import rebuild_tables
 from merestone.device.porter import Porter
 from merestone.models.gpu import GpuModel, rebuild
-from merestone.ops.sampler import logprob, plain_greedy, sample
+from merestone.ops.sampler import logprob, penalised, plain_greedy, sample
+from merestone.ops.triton.draw import draw, draws
 from merestone.ops.triton.judge import bad_anchors, bad_rows
 from merestone.ops.triton.pages import set_entries
 from merestone.sched.plan import (
@@ -35,6 +36,13 @@ from merestone.sched.plan import (
 
 LOGIT_ROWS = 64
 """Prompt rows whose logits exist at once."""
+
+
+def drawable(params: SamplingParams) -> bool:
+    """Can the device draw the token by itself? Not where tokens so far change the logits."""
+    return params.temperature > 0.0 and not (
+        params.logit_bias or params.banned or penalised(params)
+    )
 
 
 @dataclass(slots=True)
@@ -88,7 +96,7 @@ class GpuRunner:
             self.passes.sample([(work.slot, work.end) for work in sampling]) if sampling else None
         )
         if sampled is not None:
-            verdicts += [sampled.ids, sampled.bad]
+            verdicts += [sampled.ids, sampled.bad, self._drawn(sampling, sampled)]
         # The one wait of a step; without a verdict, too, or its buffers would be written again.
         verdicts.append(self._nothing)
         found = torch.cat(verdicts).tolist()[:-1]
@@ -183,21 +191,36 @@ class GpuRunner:
 
     # -- sampling -------------------------------------------------------------------------------
 
+    def _drawn(self, works: Sequence[Work], sampled: Sampled) -> Tensor:
+        """Tokens of the works whose noise and cuts the device can do, in their order."""
+        wanted = [
+            (index, self.slots[work.slot].params, work.end, self.slots[work.slot].choice)
+            for index, work in enumerate(works)
+            if drawable(self.slots[work.slot].params)
+        ]
+        if not wanted:
+            return sampled.ids[:0]
+        return draw(sampled.logits, draws(wanted, sampled.logits.shape[1]))
+
     def _draw(
         self, works: Sequence[Work], sampled: Sampled, found: Sequence[int], bad: set[int]
     ) -> dict[int, WorkResult]:
-        """The token of each work; ``found``: best ids, then 1 where logits are not finite."""
+        """The token of each work; ``found``: best ids, then 1 where logits are not finite, then
+        the tokens that were drawn."""
         results: dict[int, WorkResult] = {}
+        drawn = iter(found[2 * len(works) :])
         for index, work in enumerate(works):
+            params = self.slots[work.slot].params
+            token = next(drawn) if drawable(params) else found[index]
             if found[len(works) + index]:
                 bad.add(work.slot)
                 continue
-            slot, token = self.slots[work.slot], found[index]
-            wanted, plain = slot.params.logprobs, plain_greedy(slot.params)
+            slot, wanted = self.slots[work.slot], params.logprobs
+            here = plain_greedy(params) or drawable(params)
             entries: tuple[TokenLogprob, ...] = ()
-            if not plain or wanted is not None:
+            if not here or wanted is not None:
                 row = sampled.logits[index].cpu()
-                if not plain:
+                if not here:
                     token = self._sample(row, slot, work.end)
                 if wanted is not None:
                     entries = (logprob(row, token, wanted),)
