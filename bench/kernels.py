@@ -251,7 +251,7 @@ def kda_prefill() -> Iterator[Row]:
 
 
 def _attend(
-    heads: int, dim: int, width: int, rows: int, seen: int, split: bool, batch: int = 1
+    heads: int, dim: int, width: int, rows: int, seen: int, split: bool, batch: int, height: int
 ) -> tuple[Call, int]:
     """Attention of ``rows`` last rows of each of ``batch`` sequences of ``seen`` keys."""
     page = 1024
@@ -260,11 +260,12 @@ def _attend(
     frames = torch.randperm(batch * pages).view(batch, pages).int().cuda()
     q = draw(batch * rows, heads, dim)
     parts = [(i, i * rows, rows) for i in range(batch)]
-    work = items(parts, heads, 16 if split else 64).cuda()
+    work = items(parts, heads, height).cuda()
     sees = torch.arange(seen - rows + 1, seen + 1, dtype=torch.int32, device="cuda").repeat(batch)
     keys = Keys(arena, frames)
-    more = {} if width == dim else {"width": width}
-    call = partial(attend, q, keys, work, sees, 0.1, longest=seen, split=split, **more)
+    call = partial(
+        attend, q, keys, work, sees, 0.1, longest=seen, split=split, height=height, width=width
+    )
     pairs = batch * (rows * seen - rows * (rows - 1) // 2)
     return call, 2 * pairs * heads * (dim + width)
 
@@ -279,10 +280,15 @@ def attention() -> Iterator[Row]:
                     continue
                 size = batch * seen * dim * 2
                 sets = min(copies(size), 8)
-                calls = [_attend(heads, dim, width, 1, seen, True, batch)[0] for _ in range(sets)]
-                yield row(f"{name} decode x{batch}, {seen} keys", microseconds(calls), bytes=size)
+                for height in (16, min(heads, 64)):
+                    calls = [
+                        _attend(heads, dim, width, 1, seen, True, batch, height)[0]
+                        for _ in range(sets)
+                    ]
+                    label = f"{name} decode x{batch}, {seen} keys, items of {height}"
+                    yield row(label, microseconds(calls), bytes=size)
         for rows, seen in ((1024, 1024), (8192, 8192), (4096, 32768)):
-            call, work = _attend(heads, dim, width, rows, seen, False)
+            call, work = _attend(heads, dim, width, rows, seen, False, 1, 64)
             us = microseconds([call], graph=False)
             yield row(f"{name} prefill {rows} rows, {seen} keys", us, flops=work)
 

@@ -93,9 +93,18 @@ def attention(rows: int) -> None:
     seen = torch.ones(rows, dtype=torch.int32)
     parts = [(row, row, 1) for row in range(rows)]
     for selection in (None, torch.zeros(rows, 2112, dtype=torch.int32)):
-        for height, split in ((16, True), (64, False)):
-            work = items(parts, 64, height)
-            attend(q, keys, work, seen, 0.1, longest=512 * rows, split=split, selection=selection)
+        for height, split in ((16, True), (64, True), (64, False)):
+            work, longest = items(parts, 64, height), 512 * rows
+            attend(
+                q, keys, work, seen, 0.1, longest=longest, split=split, height=height,
+                selection=selection,
+            )  # fmt: skip
+    # A part that only scores, as Kimi-Linear has it.
+    q = torch.empty(rows, 32, 576, dtype=torch.bfloat16)
+    keys = Keys(arena.as_strided((2, 1024, 576), (1 << 20, 576, 1)), tables)
+    for height, split in ((16, True), (32, True), (64, False)):
+        work, longest = items(parts, 32, height), 512 * rows
+        attend(q, keys, work, seen, 0.1, longest=longest, split=split, height=height)
 
 
 @launch
