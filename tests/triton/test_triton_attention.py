@@ -17,20 +17,22 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SPAN", 32)
 
 
-def paged(latents: list[Tensor], device: str, dtype: torch.dtype = torch.float32) -> Keys:
+def paged(
+    latents: list[Tensor], device: str, dtype: torch.dtype = torch.float32, page: int = PAGE
+) -> Keys:
     """Sequences in scattered frames of an arena that is NaN wherever nobody wrote."""
     dim = latents[0].shape[1]
-    pages = [-(-one.shape[0] // PAGE) for one in latents]
+    pages = [-(-one.shape[0] // page) for one in latents]
     frames = sum(pages) + 3
-    frame = PAGE * dim + 64
+    frame = page * dim + 64
     arena = torch.full((frames, frame), float("nan"), dtype=dtype, device=device)
-    view = arena.as_strided((frames, PAGE, dim), (frame, dim, 1), 64)
+    view = arena.as_strided((frames, page, dim), (frame, dim, 1), 64)
     free = torch.randperm(frames, generator=torch.Generator().manual_seed(1)).tolist()
     tables = torch.full((len(latents), max(pages)), -1, dtype=torch.int32)
     for i, one in enumerate(latents):
-        for page in range(pages[i]):
-            tables[i, page] = frame_number = free.pop()
-            rows = one[page * PAGE : (page + 1) * PAGE]
+        for number in range(pages[i]):
+            tables[i, number] = frame_number = free.pop()
+            rows = one[number * page : (number + 1) * page]
             view[frame_number, : rows.shape[0]] = rows.to(dtype)
     return Keys(view, tables.to(device))
 
@@ -42,12 +44,21 @@ def run(
     seen: list[int],
     *,
     split: bool,
+    height: int | None = None,
     selection: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    work = items(parts, q.shape[1], 16 if split else 64).to(q.device)
+    work = items(parts, q.shape[1], height or (16 if split else 64)).to(q.device)
     sees = torch.tensor(seen, dtype=torch.int32, device=q.device)
     return attend(
-        q, keys, work, sees, SCALE, longest=max(seen, default=0), split=split, selection=selection
+        q,
+        keys,
+        work,
+        sees,
+        SCALE,
+        longest=max(seen, default=0),
+        split=split,
+        height=height,
+        selection=selection,
     )
 
 
@@ -128,6 +139,23 @@ def test_half_precision_keys(draw, device: str) -> None:
     assert torch.equal(again, out[40:])
 
 
+@pytest.mark.usefixtures("ordered_dot", "short_spans")
+def test_a_part_of_a_key_may_only_score(draw, device: str) -> None:
+    latents = draw(70, 48)
+    keys = paged([latents], device)
+    q = draw(70, HEADS, 48)
+    seen = list(range(1, 71))
+    out, _ = run(q, keys, [(0, 0, 70)], seen, split=False)
+    assert out.shape == (70, HEADS, 32)
+    for row in (0, 31, 32, 69):
+        expected = attend_naive(q[row], latents, row + 1, SCALE, 32)
+        torch.testing.assert_close(out[row], expected)
+    for height in (16, 32, 64):
+        parts = [(0, i, 1) for i in range(30)]
+        again, _ = run(q[40:], keys, parts, seen[40:], split=True, height=height)
+        assert torch.equal(again, out[40:]), height
+
+
 @pytest.mark.usefixtures("short_spans")
 def test_a_row_without_keys(draw, device: str) -> None:
     """A rank that holds none of a row's tokens contributes nothing to the merge."""
@@ -142,19 +170,22 @@ def test_a_row_without_keys(draw, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 64])
-def test_true_dimensions(draw, device: str, heads: int) -> None:
-    latents = draw(3000, 512).bfloat16()
-    keys = paged([latents], device, torch.bfloat16)
-    q = draw(3000, heads, 512).bfloat16()
+@pytest.mark.parametrize(("heads", "dim"), [(16, 512), (64, 512), (32, 576)])
+def test_true_dimensions(draw, device: str, heads: int, dim: int) -> None:
+    latents = draw(3000, dim).bfloat16()
+    keys = paged([latents], device, torch.bfloat16, page=1024)
+    small = paged([latents], device, torch.bfloat16)
+    q = draw(3000, heads, dim).bfloat16()
     seen = list(range(1, 3001))
     out, lse = run(q, keys, [(0, 0, 3000)], seen, split=False)
     for row in (0, 63, 64, 511, 512, 1023, 1500, 2999):
-        expected = attend_naive(q[row], latents, row + 1, SCALE)
+        expected = attend_naive(q[row], latents, row + 1, SCALE, 512)
         torch.testing.assert_close(out[row].float(), expected, rtol=3e-2, atol=3e-2)
     for some in ([2999], [5, 1024, 512], list(range(1000, 1013)), list(range(7, 2900, 41))):
         parts = [(0, i, 1) for i in range(len(some))]
-        for split in (True, False):
-            again = run(q[some], keys, parts, [row + 1 for row in some], split=split)
-            assert torch.equal(again[0], out[some]), (some[0], split)
-            assert torch.equal(again[1], lse[some]), (some[0], split)
+        for split, height in ((True, 16), (True, 32), (True, 64), (False, 64)):
+            for where in (keys, small):
+                sees = [row + 1 for row in some]
+                again = run(q[some], where, parts, sees, split=split, height=height)
+                assert torch.equal(again[0], out[some]), (some[0], split, height)
+                assert torch.equal(again[1], lse[some]), (some[0], split, height)
