@@ -159,7 +159,7 @@ class Recurrence:
         places = torch.tensor([(0, h * dim * dim) for h in range(heads)], device="cuda")
         self.cells = Cells(self.memory, places)
         shapes = open_rows_shapes(heads, dim, dim, CHUNK, BF16).items()
-        full = {name: draw(batch, *shape).to(dtype) * 0.1 for name, (shape, dtype) in shapes}
+        full = {name: (draw(batch, *shape) * 0.1).to(dtype) for name, (shape, dtype) in shapes}
         full["decays"] = -full["decays"].abs()
         # Where the state of a sequence stands that was decoded row by row.
         full["stands"] = torch.full_like(full["stands"], CHUNK + max(opened - 1, 0) // 16 * 16)
@@ -329,7 +329,8 @@ def mixture() -> Iterator[Row]:
     shapes = (("glm", 288, 4096, 2048), ("kimi", 256, 2304, 1024))
     for name, count, width, inner in shapes:
         up, down = draw(count, 2 * inner, width), draw(count, width, inner)
-        gate, bias = draw(count, width, dtype=torch.float32), torch.zeros(count, device="cuda")
+        gate = draw(count, width, dtype=torch.float32) * width**-0.5
+        bias = torch.zeros(count, device="cuda")
         for rows in (1, 8, 64, 512, 8192):
             xs = [draw(rows, width) for _ in range(4)]
             choices = [route(x, gate, bias, 8, True, 2.5) for x in xs]

@@ -18,7 +18,9 @@ from merestone.ops.triton.gemm import (
 CUDA = torch.cuda.is_available()
 
 SMALL = Tile(16, 16, 32, 4, 2)
-TILES = [SMALL, Tile(32, 64, 64, 4, 2), Tile(64, 32, 128, 8, 2), Tile(128, 16, 32, 8, 2)]
+# Of one depth on a device, where fp32 is three products for each step.
+DEEPER = (32, 32) if CUDA else (64, 128)
+TILES = [SMALL, Tile(32, 64, DEEPER[0], 4, 2), Tile(32, 32, DEEPER[1], 8, 2)]
 
 
 @pytest.mark.usefixtures("ordered_dot")
@@ -85,8 +87,9 @@ def test_rows_of_a_mate_may_be_anything(draw) -> None:
 def test_segments_follow_the_weight() -> None:
     assert segments(4096, 4096) == 1
     assert segments(24576, 4096) == 1
-    assert segments(24, 16384) == 32
-    assert segments(288, 4096) == 8
+    assert segments(24, 16384) == 64
+    assert segments(288, 4096) == 16
+    assert segments(256, 2304) == 9
     for n in (24, 288, 1536, 4096, 12288):
         for k in (512, 1536, 2048, 4096, 16384):
             assert k % (segments(n, k) * DEPTH) == 0

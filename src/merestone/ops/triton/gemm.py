@@ -27,8 +27,8 @@ from merestone.ops.triton.launch import aligned, blocks
 DEPTH = 128
 """A segment is a multiple of this many columns of K."""
 _SHORT_WEIGHT = 512
-_WANTED_SEGMENTS = 64
-_SHORTEST_SEGMENT = 512
+_WANTED_SEGMENTS = 144
+_SHORTEST_SEGMENT = 256
 _COMBINED = 1024
 # Tiles of rows that share a pass over the weight's tiles, for the L2 cache.
 _BAND = 8
@@ -56,32 +56,41 @@ _BF16 = (
     (128, Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 4)),
 )
 _BF16_MANY = Tile(128, 128, 64, 8, 4)
-# By the copy engine; the widest where there are enough of them.
-_WIDE, _WIDEST = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3)
-# Warp instructions only: whether a warpgroup's agree with them for TF32 was not looked at.
+# Of a batch, whose K is short: little to load ahead.
+_BATCH = ((16, Tile(16, 64, 128, 4, 2)), (64, Tile(64, 64, 64, 4, 3)))
+# By the copy engine.
+_WIDE, _WIDEST = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3)
+_WIDE_TILES = _WIDE, _WIDEST
+# Warp instructions only: whether a warpgroup's agree with them for TF32 was not looked at. One
+# depth, since the three products of a step are summed one after another.
 _FP32 = ((16, Tile(16, 32, 64, 2, 3)),)
 _FP32_MANY = Tile(32, 32, 64, 4, 3)
 
 
 def segments(n: int, k: int) -> int:
     """Segments of K for a weight [n, k]. Part of the bits' definition."""
-    count = 1
-    while (
-        n <= _SHORT_WEIGHT
-        and blocks(n, 32) * count < _WANTED_SEGMENTS
-        and k % (2 * count * DEPTH) == 0
-        and k // (2 * count) >= _SHORTEST_SEGMENT
-    ):
-        count *= 2
-    return count
+    if n > _SHORT_WEIGHT or k % DEPTH:
+        return 1
+    most = min(k // _SHORTEST_SEGMENT, _WANTED_SEGMENTS // blocks(n, 32))
+    return max((count for count in range(1, most + 1) if k // DEPTH % count == 0), default=1)
 
 
-def tile_for(rows: int, n: int, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, n: int, dtype: torch.dtype, batched: bool = False) -> Tile:
     """The tile for ``rows`` rows and a weight of ``n``, of those whose loads the threads do."""
     if dtype == torch.float32:
         return next((tile for most, tile in _FP32 if rows <= most), _FP32_MANY)
+    if batched:
+        return next((tile for most, tile in _BATCH if rows <= most), _BF16_MANY)
     few = next((tiles for most, *tiles in _BF16 if rows <= most), None)
     return _BF16_MANY if few is None else few[n >= _MANY_COLUMNS]
+
+
+def wide_tile(rows: int, n: int) -> Tile:
+    """The tile of the copy engine for ``rows`` rows and a weight of ``n``: by how long the chip
+    works on them, the narrower one being somewhat slower for its size."""
+    turns = (blocks(blocks(rows, t.rows) * blocks(n, t.columns), _PROGRAMS) for t in _WIDE_TILES)
+    narrow, wide = turns
+    return _WIDE if narrow * 1.1 <= wide * 2 else _WIDEST
 
 
 @triton.jit
@@ -90,7 +99,6 @@ def segment_sum(
     w,
     x_at,
     w_at,
-    exists,
     first,
     last,
     ROWS: tl.constexpr,
@@ -100,21 +108,20 @@ def segment_sum(
 ):
     """The sum over columns [first, last) of K, from zero: [ROWS, COLUMNS] fp32.
 
-    Rows begin at ``x + x_at`` [ROWS], where they exist, and ``w + w_at`` [COLUMNS]. The offsets
-    have 32 bits: 64 of them for each element would take the registers of the sums. ``EVEN``: DEPTH
-    divides the length.
+    Rows begin at ``x + x_at`` [ROWS] and ``w + w_at`` [COLUMNS], where the offsets have 32 bits: 64
+    of them for each element would take the registers of the sums. ``EVEN``: DEPTH divides the
+    length.
     """
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     at = tl.arange(0, DEPTH)
     x_at = x_at[:, None] + at[None, :]
     w_at = w_at[None, :] + at[:, None]
-    exists = exists[:, None]
     for k in range(first, last, DEPTH):
         if EVEN:
-            left = tl.load(x + k + x_at, mask=exists, other=0.0)
+            left = tl.load(x + k + x_at)
             right = tl.load(w + k + w_at)
         else:
-            left = tl.load(x + k + x_at, mask=exists & (at[None, :] < last - k), other=0.0)
+            left = tl.load(x + k + x_at, mask=at[None, :] < last - k, other=0.0)
             right = tl.load(w + k + w_at, mask=at[:, None] < last - k, other=0.0)
         total = tl.dot(left.to(right.dtype), right, total, input_precision="tf32x3")
     return total
@@ -158,15 +165,16 @@ def _product(
     # Strides of a batch come in sixteens: so the compiler knows, without a specialisation.
     x += batch * x_batch * 16 + top.to(tl.int64) * x_row
     w += batch * w_batch * 16 + left.to(tl.int64) * w_row
-    # Columns past the end repeat the last one: they are computed and not stored.
+    # Rows and columns past the end repeat the last one: they are computed and not stored. (A mask
+    # on the loads cost a third of the speed.)
+    x_at = tl.minimum(row, M - 1 - top) * x_row
     w_at = tl.minimum(column, N - 1 - left) * w_row
-    exists = row < M - top
     first = segment * length
     last = tl.minimum(first + length, K)
-    total = segment_sum(x, w, row * x_row, w_at, exists, first, last, ROWS, COLUMNS, DEPTH, EVEN)
+    total = segment_sum(x, w, x_at, w_at, first, last, ROWS, COLUMNS, DEPTH, EVEN)
     to = out + batch * out_batch + segment.to(tl.int64) * out_segment
     to += top.to(tl.int64) * N + left + row[:, None] * N + column[None, :]
-    inside = exists[:, None] & (column < N - left)[None, :]
+    inside = (row < M - top)[:, None] & (column < N - left)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -228,9 +236,9 @@ def linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -
         and x.dtype == weight.dtype == torch.bfloat16
         and n * out_dtype.itemsize % 16 == 0
     ):
-        enough = blocks(rows, _WIDEST.rows) * blocks(n, _WIDEST.columns) >= _PROGRAMS
-        return wide_product(x, weight, _WIDEST if enough else _WIDE, out_dtype=out_dtype)
-    return product(x, weight, tile_for(rows, n, weight.dtype), count, out_dtype=out_dtype)
+        return wide_product(x, weight, wide_tile(rows, n), out_dtype=out_dtype)
+    tile = tile_for(rows, n, weight.dtype, batched=x.ndim == 3)
+    return product(x, weight, tile, count, out_dtype=out_dtype)
 
 
 def product(

@@ -157,7 +157,7 @@ def _product(
         target = place if GATHER else entry
         w += mine.to(tl.int64) * w_expert + left.to(tl.int64) * w_row
         w_at = tl.minimum(column, N - 1 - left) * w_row
-        total = segment_sum(x, w, source * x_row, w_at, inside, 0, K, ROWS, COLUMNS, DEPTH, EVEN)
+        total = segment_sum(x, w, source * x_row, w_at, 0, K, ROWS, COLUMNS, DEPTH, EVEN)
         to = out + target.to(tl.int64)[:, None] * N + left + column[None, :]
         stored = inside[:, None] & (column < N - left)[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=stored)

@@ -114,9 +114,10 @@ def _scan(
         else:
             state = tl.load(own)
         at = start
-        # To the new anchor, to where the slot's state shall stand, to the end.
-        for phase in range(3):
-            stop = tl.where(phase == 0, tl.maximum(advance, start), tl.where(phase == 1, keep, end))
+        # To the new anchor, to where the slot's state shall stand, to the end. Not as a loop around
+        # a pipelined one, which gave wrong sums on the device.
+        for phase in tl.static_range(3):
+            stop = tl.maximum(advance, start) if phase == 0 else (keep if phase == 1 else end)
             state = _scanned(
                 state, v + row * v_row + head * WIDTH + left, ring + slot * RING * WIDTH + left,
                 out + (row * heads + head) * WIDTH + left,
@@ -125,12 +126,12 @@ def _scan(
                 v_row, heads * WIDTH, heads, DIM, WIDTH, COLUMNS, RING, SUB,
             )  # fmt: skip
             at = tl.maximum(at, stop)
-            if (phase == 0) & (advance > 0):
+            # Other threads may have read what these write, or read what they wrote.
+            tl.debug_barrier()
+            if phase == 0 and advance > 0:
                 frame = tl.load(advance_frames + sequence * FRAMES + number).to(tl.int64)
                 tl.store(cell + frame * memory_frame, state, mask=frame >= 0)
-            if (phase == 1) & ((keep > start) | (first == anchor)):
-                # Other threads may have read what these write.
-                tl.debug_barrier()
+            if phase == 1 and ((keep > start) | (first == anchor)):
                 tl.store(own, state)
                 tl.store(stand, keep)
 
