@@ -1,16 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Absorbed latent attention over pages: key tiles at fixed places, spans merged in order.
+"""Absorbed latent attention over pages: weights by tiles of keys, then mixtures of spans, in order.
 
 Knows rows, pages and how many keys a row sees. Must not know requests. Keys are visited in tiles
-of TILE, anchored at token 0 (or at the first of a row's selected positions, ascending); SPAN keys
-make a span, summed from zero with a running maximum; spans are merged in order. Decode gives each
-span a program and merges in a second kernel, prefill merges as it goes: the same sums. Masked keys
-have weight zero, tiles past a row's last key change nothing. What is mixed are a key's first WIDTH
-elements; more of them (a part that only scores) come in a second, narrower piece.
+of TILE, anchored at token 0 (or at the first of a row's selected positions, ascending). A first
+kernel gives each tile its weights, exp(score - maximum of the tile), rounded to the keys' dtype,
+and the maxima. SPAN keys make a span: a second kernel brings their weights to the span's maximum
+and sums weighted keys from zero. Spans are merged in order, by a third kernel for few rows, which
+have a program for every span, and as they come for many: the same sums.
 
-Inside a span only maxima and tensor-core products cross a row's elements: both do not depend on
-how many rows share a tile. So the sum of a row's weights is a product with ones. Weights are
-rounded to the keys' dtype, in the sum as in the mixture.
+Only maxima and tensor-core products cross a row's elements: neither depends on how many rows share
+a tile. So the sum of a row's weights is a product with ones. What is mixed are a key's first WIDTH
+elements; more of them only score.
+
+The weights pass through memory, two bytes a row, head and key, a bounded number of rows at a time.
+That is what lets both products have the tiles of ordinary ones: a latent of 512 columns leaves no
+room for a second accumulator beside the mixture, nor for other rows to hide behind.
 """
 
 from collections.abc import Sequence
@@ -23,76 +27,119 @@ from torch import Tensor
 
 from merestone.ops.triton.launch import aligned, blocks
 
-TILE = 64
+TILE = 128
 """Keys of a tile, a constant of the numerics."""
-SPAN = 1024
-"""Keys of a span, a constant of the numerics: short, for programs enough to decode one sequence;
-long, for few merges in prefill."""
+SPAN = 512
+"""Keys of a span, a constant of the numerics."""
+_STEP = 64
+_DEPTH = 64
 _NARROW, _WIDE = 16, 64
-_WARPS = {16: 4, 32: 4, 64: 8}
-# Programs of the merging kernel: one a multiprocessor of the largest chips of the generation.
-_PROGRAMS = 132
+# Columns that a program mixes, and warps, for few rows and for many.
+_FEW, _MANY = (128, 4), (256, 8)
+# Weights that exist at once.
+_MOST_WEIGHTS = 1 << 29
+
+
+@triton.jit
+def _rows(items, item, seen, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """An item's sequence, its flat rows [ROWS] (row * HEADS + head; past its end the last again),
+    which of them exist, what they see and the most of it."""
+    sequence = tl.load(items + item * 3).to(tl.int64)
+    first, count = tl.load(items + item * 3 + 1), tl.load(items + item * 3 + 2)
+    valid = tl.arange(0, ROWS) < count
+    row = first + tl.minimum(tl.arange(0, ROWS), tl.maximum(count - 1, 0)).to(tl.int64)
+    sees = tl.load(seen + row // HEADS, mask=valid, other=0)
+    return sequence, row, valid, sees, tl.max(sees, 0)
+
+
+@triton.jit
+def _keys_at(
+    pages, table, chosen, start, last, page_frame,
+    PAGE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SELECTED: tl.constexpr,
+):  # fmt: skip
+    """Where KEYS keys from ``start`` on lie: a pointer, and offsets [KEYS]. Past the last key comes
+    the last again: rows above a boundary may hold anything, and zero times that."""
+    index = tl.minimum(start + tl.arange(0, KEYS), last - 1)
+    if PAGE % KEYS == 0 and not SELECTED:
+        # All in one page: the offsets hardly change from tile to tile.
+        frame = tl.load(table + start // PAGE).to(tl.int64)
+        source = pages + frame * page_frame + (start % PAGE) * DIM
+        return source, (index - start) * DIM
+    else:
+        position = index
+        if SELECTED:
+            position = tl.maximum(tl.load(chosen + index), 0)
+        frame = tl.load(table + position // PAGE).to(tl.int64)
+        return pages, frame * page_frame + (position % PAGE) * DIM
+
+
+@triton.jit(do_not_specialize=["table_entries", "length", "from_item"])
+def _weigh(
+    q, pages, tables, items, seen, selection, weights, peaks, scale, page_frame, table_entries,
+    length, from_item,
+    CHOICES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SELECTED: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles, items). weights [items, ROWS, length], peaks [items, ROWS, length / TILE]."""
+    tile, item = tl.program_id(0), tl.program_id(1)
+    sequence, row, _, sees, last = _rows(items, item + from_item, seen, HEADS, ROWS)
+    start = tile * TILE
+    if start < last:
+        chosen = selection
+        if SELECTED:
+            chosen += tl.min(row, 0) // HEADS * CHOICES
+        source, at_key = _keys_at(
+            pages, tables + sequence * table_entries, chosen, start, last, page_frame,
+            PAGE, DIM, TILE, SELECTED,
+        )  # fmt: skip
+        depth = tl.arange(0, DEPTH)
+        at_row = (row * DIM)[:, None] + depth[None, :]
+        at_key = at_key[None, :] + depth[:, None]
+        scores = tl.zeros((ROWS, TILE), tl.float32)
+        for k in range(0, DIM, DEPTH):
+            some, keys = tl.load(q + k + at_row), tl.load(source + k + at_key)
+            scores = tl.dot(some, keys, scores, input_precision="ieee")
+        visible = (start + tl.arange(0, TILE))[None, :] < sees[:, None]
+        scores = tl.where(visible, scores * scale, float("-inf"))
+        peak = tl.max(scores, 1)
+        # A row that sees none of the tile: any finite reference will do.
+        reference = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp(scores - reference[:, None])
+        place = item.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        to = (place * length)[:, None] + start + tl.arange(0, TILE)[None, :]
+        tl.store(weights + to, weight.to(weights.dtype.element_ty))
+        tl.store(peaks + place * (length // TILE) + tile, peak)
 
 
 @triton.jit
 def _span(
-    query,
-    more,
-    seen,
-    last,
-    pages,
-    table,
-    selection,
-    scale,
-    span,
-    page_frame,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    SELECTED: tl.constexpr,
-):
-    """One span for query [ROWS, WIDTH] (and ``more`` [ROWS, DIM - WIDTH] of it) of rows that see
-    ``seen`` [ROWS] keys, ``last`` the most of them: maximum [ROWS, 1], sum of weights [ROWS, 1],
-    weighted keys [ROWS, WIDTH]."""
-    ROWS: tl.constexpr = query.shape[0]
-    column = tl.arange(0, WIDTH)[None, :]
-    highest = tl.full((ROWS, 1), float("-inf"), tl.float32)
+    weights, peaks, pages, table, chosen, span, last, length, page_frame, left,
+    PAGE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, SPAN: tl.constexpr, STEP: tl.constexpr, SELECTED: tl.constexpr,
+):  # fmt: skip
+    """One span of an item, columns from ``left`` on: maximum [ROWS, 1], sum of weights [ROWS, 1],
+    weighted keys [ROWS, COLUMNS]. ``weights`` and ``peaks`` point at the item."""
+    local, column = tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)[None, :]
+    tile = span * (SPAN // TILE) + tl.arange(0, SPAN // TILE)[None, :]
+    at_peak = peaks + (local * (length // TILE))[:, None]
+    highest = tl.load(at_peak + tile, mask=tile * TILE < last, other=float("-inf"))
+    highest = tl.max(highest, 1)[:, None]
+    reference = tl.where(highest == float("-inf"), 0.0, highest)
+    dtype = weights.dtype.element_ty
+    ones = tl.full((STEP, 16), 1.0, dtype)
     total = tl.zeros((ROWS, 16), tl.float32)
-    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    ones = tl.full((TILE, 16), 1.0, query.dtype)
-    for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, last), TILE):
-        index = start + tl.arange(0, TILE)
-        inside = index < last
-        if PAGE % TILE == 0 and not SELECTED:
-            # A tile lies in one page: the rest of an address does not change from tile to tile.
-            frame = tl.load(table + start // PAGE).to(tl.int64)
-            source = pages + frame * page_frame + (start % PAGE) * DIM
-            at = (tl.arange(0, TILE) * DIM)[:, None]
-        else:
-            position = index
-            if SELECTED:
-                position = tl.maximum(tl.load(selection + index, mask=inside, other=0), 0)
-            frame = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-            source = pages
-            at = (frame * page_frame + (position % PAGE) * DIM)[:, None]
-        # Rows above a boundary may hold anything: masked keys are zeros, not only unweighted.
-        keys = tl.load(source + at + column, mask=inside[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        if DIM > WIDTH:
-            at += WIDTH + tl.arange(0, DIM - WIDTH)[None, :]
-            rest = tl.load(source + at, mask=inside[:, None], other=0.0)
-            scores = tl.dot(more, tl.trans(rest), scores, input_precision="ieee")
-        scores = tl.where(index[None, :] < seen[:, None], scores * scale, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1)[:, None])
-        # A row that has seen nothing yet: any finite reference will do.
-        reference = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp(highest - reference)
-        weights = tl.exp(scores - reference).to(keys.dtype)
-        total = tl.dot(weights, ones, total * fade, input_precision="ieee")
-        mixed = tl.dot(weights, keys, mixed * fade, input_precision="ieee")
-        highest = higher
+    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    at_weight = (local.to(tl.int64) * length)[:, None] + tl.arange(0, STEP)[None, :]
+    for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, last), STEP):
+        source, at_key = _keys_at(
+            pages, table, chosen, start, last, page_frame, PAGE, DIM, STEP, SELECTED
+        )
+        some = tl.load(weights + start + at_weight)
+        keys = tl.load(source + at_key[:, None] + column)
+        share = tl.exp(tl.load(at_peak + start // TILE) - reference)
+        some = (some.to(tl.float32) * share).to(dtype)
+        total = tl.dot(some, ones, total, input_precision="ieee")
+        mixed = tl.dot(some, keys, mixed, input_precision="ieee")
     return highest, tl.max(total, 1)[:, None], mixed
 
 
@@ -117,89 +164,64 @@ def _log_sum(highest, total, damaged):
     return tl.where(total == 0.0, float("-inf"), highest + tl.log(_divisor(total, damaged)))
 
 
-@triton.jit
-def _load_rows(
-    q, seen, items, item, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+@triton.jit(do_not_specialize=["table_entries", "length", "from_item"])
+def _mix(
+    pages, tables, items, seen, selection, weights, peaks, parts, stats, out, lse, page_frame,
+    table_entries, length, from_item,
+    CHOICES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    SPAN: tl.constexpr, STEP: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """An item's sequence, flat rows [ROWS] (row * HEADS + head), which of them exist, their
-    queries in two pieces and what they see."""
-    sequence = tl.load(items + item * 3).to(tl.int64)
-    first, count = tl.load(items + item * 3 + 1), tl.load(items + item * 3 + 2)
-    valid = tl.arange(0, ROWS) < count
-    row = first + tl.arange(0, ROWS).to(tl.int64)
-    sees = tl.load(seen + row // HEADS, mask=valid, other=0)
-    at = row[:, None] * DIM + tl.arange(0, WIDTH)[None, :]
-    query = tl.load(q + at, mask=valid[:, None], other=0.0)
-    more = query
-    if DIM > WIDTH:
-        at = row[:, None] * DIM + WIDTH + tl.arange(0, DIM - WIDTH)[None, :]
-        more = tl.load(q + at, mask=valid[:, None], other=0.0)
-    return sequence, row, valid, query, more, sees
-
-
-@triton.jit(do_not_specialize=["table_entries", "spans"])
-def _split(
-    q,
-    pages,
-    tables,
-    items,
-    seen,
-    selection,
-    parts,
-    stats,
-    scale,
-    page_frame,
-    table_entries,
-    spans,
-    CHOICES: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    SELECTED: tl.constexpr,
-):
-    """Grid: (items, spans). Stores a span's results: parts [rows, spans, WIDTH], stats [.., 2]."""
-    span = tl.program_id(1)
-    sequence, row, valid, query, more, sees = _load_rows(
-        q, seen, items, tl.program_id(0), HEADS, ROWS, DIM, WIDTH
-    )
-    last = tl.max(sees, 0)
-    if span * SPAN < last:
-        chosen = selection
-        if SELECTED:
-            chosen += tl.min(row, 0) // HEADS * CHOICES
-        table = tables + sequence * table_entries
-        highest, total, mixed = _span(
-            query, more, sees, last, pages, table, chosen, scale, span, page_frame,
-            PAGE, DIM, WIDTH, TILE, SPAN, SELECTED,
-        )  # fmt: skip
-        at = row[:, None] * spans + span
-        tl.store(stats + at * 2, highest, mask=valid[:, None])
-        tl.store(stats + at * 2 + 1, total, mask=valid[:, None])
-        column = tl.arange(0, WIDTH)[None, :]
-        tl.store(parts + at * WIDTH + column, mixed, mask=valid[:, None])
+    """Grid: (blocks of columns, items, spans if SPLIT else 1). SPLIT stores each span's results,
+    parts [flat rows, spans, WIDTH] and stats [.., 2]; else spans are merged as they come."""
+    left, item, span = tl.program_id(0) * COLUMNS, tl.program_id(1), tl.program_id(2)
+    sequence, row, valid, _, last = _rows(items, item + from_item, seen, HEADS, ROWS)
+    row, valid = row[:, None], valid[:, None]
+    chosen = selection
+    damaged = False
+    if SELECTED:
+        chosen += tl.min(row) // HEADS * CHOICES
+        damaged = tl.load(chosen) < 0
+    table = tables + sequence * table_entries
+    weights += item.to(tl.int64) * ROWS * length
+    peaks += item.to(tl.int64) * ROWS * (length // TILE)
+    column = left + tl.arange(0, COLUMNS)[None, :]
+    if SPLIT:
+        if span * SPAN < last:
+            highest, total, mixed = _span(
+                weights, peaks, pages, table, chosen, span, last, length, page_frame, left,
+                PAGE, DIM, ROWS, COLUMNS, TILE, SPAN, STEP, SELECTED,
+            )  # fmt: skip
+            at = row * (length // SPAN) + span
+            tl.store(parts + at * WIDTH + column, mixed, mask=valid)
+            tl.store(stats + at * 2, highest, mask=valid & (left == 0))
+            tl.store(stats + at * 2 + 1, total, mask=valid & (left == 0))
+    else:
+        highest = tl.full((ROWS, 1), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS, 1), tl.float32)
+        mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for span in range(tl.cdiv(last, SPAN)):
+            span_highest, span_total, span_mixed = _span(
+                weights, peaks, pages, table, chosen, span, last, length, page_frame, left,
+                PAGE, DIM, ROWS, COLUMNS, TILE, SPAN, STEP, SELECTED,
+            )  # fmt: skip
+            highest, fade, join = _shares(highest, span_highest)
+            total = total * fade + span_total * join
+            mixed = mixed * fade + span_mixed * join
+            # A pipelined loop inside another: its buffers are filled anew.
+            tl.debug_barrier()
+        result = mixed / _divisor(total, damaged)
+        tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=valid)
+        tl.store(lse + row, _log_sum(highest, total, damaged), mask=valid & (left == 0))
 
 
 @triton.jit(do_not_specialize=["spans"])
 def _merge(
-    parts,
-    stats,
-    seen,
-    selection,
-    out,
-    lse,
-    spans,
-    CHOICES: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPAN: tl.constexpr,
+    parts, stats, seen, selection, out, lse, spans,
+    CHOICES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
     SELECTED: tl.constexpr,
-):
-    """Grid: (rows x heads). Merges a row's spans in order."""
+):  # fmt: skip
+    """Grid: (flat rows). Merges a row's spans in order."""
     row = tl.program_id(0).to(tl.int64)
     sees = tl.load(seen + row // HEADS)
     column = tl.arange(0, WIDTH)
@@ -217,97 +239,6 @@ def _merge(
     result = mixed / _divisor(total, damaged)
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty))
     tl.store(lse + row, _log_sum(highest, total, damaged))
-
-
-@triton.jit
-def _join(so_far, mixed, fade, join, keep, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """``so_far`` [ROWS, WIDTH] * fade (if there is one to ``keep``) + mixed * join, in memory."""
-    at = so_far + tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    before = tl.load(at, mask=keep, other=0.0)
-    tl.store(at, before * fade + mixed * join)
-
-
-@triton.jit
-def _halves(x):
-    """Even and odd columns of x [ROWS, n]: neighbours lie in one thread, so nothing moves."""
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    return tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
-
-
-@triton.jit(do_not_specialize=["count", "table_entries"])
-def _whole(
-    q,
-    pages,
-    tables,
-    items,
-    seen,
-    selection,
-    sums,
-    out,
-    lse,
-    scale,
-    count,
-    page_frame,
-    table_entries,
-    CHOICES: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    SELECTED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    """Grid: (PROGRAMS). Each takes every PROGRAMS-th item and merges its spans as it goes, in
-    ``sums`` [PROGRAMS, 4, ROWS, WIDTH / 4], a quarter of the columns after another: two
-    accumulators would not fit the registers."""
-    PART: tl.constexpr = WIDTH // 4
-    so_far = sums + tl.program_id(0) * ROWS * WIDTH
-    local, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PART)[None, :]
-    for turn in range(tl.program_id(0), count, PROGRAMS):
-        # The longest first.
-        sequence, row, valid, query, more, sees = _load_rows(
-            q, seen, items, count - 1 - turn, HEADS, ROWS, DIM, WIDTH
-        )
-        last = tl.max(sees, 0)
-        chosen = selection
-        if SELECTED:
-            chosen += tl.min(row, 0) // HEADS * CHOICES
-        table = tables + sequence * table_entries
-        highest = tl.full((ROWS, 1), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS, 1), tl.float32)
-        for span in range(tl.cdiv(last, SPAN)):
-            span_highest, span_total, mixed = _span(
-                query, more, sees, last, pages, table, chosen, scale, span, page_frame,
-                PAGE, DIM, WIDTH, TILE, SPAN, SELECTED,
-            )  # fmt: skip
-            highest, fade, join = _shares(highest, span_highest)
-            total = total * fade + span_total * join
-            even, odd = _halves(mixed)
-            one, two = _halves(even)
-            three, four = _halves(odd)
-            # An element is always the same thread's.
-            _join(so_far, one, fade, join, span > 0, ROWS, PART)
-            _join(so_far + ROWS * PART, two, fade, join, span > 0, ROWS, PART)
-            _join(so_far + 2 * ROWS * PART, three, fade, join, span > 0, ROWS, PART)
-            _join(so_far + 3 * ROWS * PART, four, fade, join, span > 0, ROWS, PART)
-        tl.debug_barrier()
-        damaged = False
-        if SELECTED:
-            damaged = tl.load(chosen) < 0
-        divisor = _divisor(total, damaged)
-        for part in range(4):
-            # Columns 0, 4, ...; then 2, 6, ...; then the odd ones.
-            first = part // 2 + part % 2 * 2
-            at = so_far + part * ROWS * PART + local * PART + column
-            result = tl.load(at, mask=last > 0, other=0.0) / divisor
-            to = out + row[:, None] * WIDTH + first + column * 4
-            tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None])
-        tl.store(lse + row[:, None], _log_sum(highest, total, damaged), mask=valid[:, None])
-        tl.debug_barrier()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +267,8 @@ def _check(q: Tensor, keys: Keys, width: int, tables: tuple[Tensor, ...]) -> Non
     assert q.is_contiguous()
     assert q.shape[2] == dim == keys.pages.stride(1), (q.shape, keys.pages.shape)
     assert q.dtype == keys.pages.dtype, (q.dtype, keys.pages.dtype)
-    for size in (page, width, dim - width or 1):
-        assert size & (size - 1) == 0, (page, width, dim)
+    assert page & (page - 1) == width & (width - 1) == 0, (page, width)
+    assert dim % 16 == 0, dim
     for table in (keys.tables, *tables):
         assert table.dtype == torch.int32
         assert table.is_contiguous()
@@ -382,31 +313,43 @@ def attend(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
+    spans = max(blocks(longest, SPAN), 1)
+    length = spans * SPAN
+    parts, stats = out, lse
+    if split:
+        parts = torch.empty(rows * heads, spans, width, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows * heads, spans, 2, dtype=torch.float32, device=q.device)
+    each = max(_MOST_WEIGHTS // (height * length), 1)
+    count = min(each, work.shape[0])
+    weights = torch.empty(count, height, length, dtype=q.dtype, device=q.device)
+    peaks = torch.empty(count, height, length // TILE, dtype=torch.float32, device=q.device)
     picks = {
         "CHOICES": 0 if selection is None else selection.shape[1],
-        "SELECTED": selection is not None, "HEADS": heads, "WIDTH": width, "SPAN": SPAN,
+        "SELECTED": selection is not None, "HEADS": heads, "enable_fp_fusion": False,
     }  # fmt: skip
     common = {
-        **picks, "PAGE": keys.pages.shape[1], "DIM": dim, "TILE": TILE, "ROWS": height,
-        "num_warps": _WARPS[height], "num_stages": 2, "enable_fp_fusion": False,
+        **picks, "PAGE": keys.pages.shape[1], "DIM": dim, "ROWS": height, "TILE": TILE,
     }  # fmt: skip
-    inputs = (q, keys.pages, keys.tables, work, seen, seen if selection is None else selection)
-    strides = keys.pages.stride(0), keys.tables.shape[1]
-    if not split:
-        programs = min(_PROGRAMS, work.shape[0])
-        sums = torch.empty(programs, height, width, dtype=torch.float32, device=q.device)
-        _whole[(programs,)](
-            *inputs, sums, out, lse, float(scale), work.shape[0], *strides,
-            PROGRAMS=_PROGRAMS, **common,
+    tables = (keys.pages, keys.tables, work, seen, seen if selection is None else selection)
+    sizes = keys.pages.stride(0), keys.tables.shape[1], length
+    columns, warps = _FEW if split else _MANY
+    columns = min(columns, width)
+    for first in range(0, work.shape[0], each):
+        some = min(each, work.shape[0] - first)
+        _weigh[(length // TILE, some)](
+            q, *tables, weights, peaks, float(scale), *sizes, first,
+            DEPTH=min(_DEPTH, dim & -dim), num_warps=4, num_stages=4, **common,
         )  # fmt: skip
-        return out, lse
-    spans = max(blocks(longest, SPAN), 1)
-    parts = torch.empty(rows * heads, spans, width, dtype=torch.float32, device=q.device)
-    stats = torch.empty(rows * heads, spans, 2, dtype=torch.float32, device=q.device)
-    _split[(work.shape[0], spans)](*inputs, parts, stats, float(scale), *strides, spans, **common)
-    _merge[(rows * heads,)](
-        parts, stats, *inputs[4:], out, lse, spans, **picks, num_warps=4, enable_fp_fusion=False
-    )
+        _mix[(width // columns, some, spans if split else 1)](
+            *tables, weights, peaks, parts, stats, out, lse, *sizes, first,
+            WIDTH=width, COLUMNS=columns, SPAN=SPAN, STEP=min(_STEP, TILE), SPLIT=split,
+            num_warps=warps, num_stages=3, **common,
+        )  # fmt: skip
+    if split:
+        _merge[(rows * heads,)](
+            parts, stats, seen, tables[-1], out, lse, spans,
+            WIDTH=width, SPAN=SPAN, num_warps=4, **picks,
+        )  # fmt: skip
     return out, lse
 
 
