@@ -67,7 +67,7 @@ def build_gpu_rank(model: Model, options: EngineOptions, device: str) -> tuple[G
 def gpu_rank(placed: GpuModel, options: EngineOptions, device: str) -> tuple[GpuRunner, Facts]:
     """Layout, arena, slots and runner around a model that is on ``device``. Raises ValueError."""
     info = placed.info
-    graphs = options.graphs and device != "cpu"
+    graphs = options.graphs and device != "cpu" and not placed.world.ranks.staged
     layout = plan_layout(
         fields(placed),
         hidden_bytes=info.hidden_size * info.dtype.itemsize,
@@ -76,6 +76,9 @@ def gpu_rank(placed: GpuModel, options: EngineOptions, device: str) -> tuple[Gpu
         full_page=options.page,
     )
     frames, notes = _frames(placed, layout, options, device)
+    if placed.world.tp > 1:  # what is free differs a little; all ranks have as many
+        mine = torch.tensor([frames], device=device)
+        frames = int(placed.world.ranks.gather(mine).min())
     state = _state(placed, layout, options, device, frames)
     passes = Passes(
         placed, state, rows=options.token_budget, slots=options.max_running, graphs=graphs

@@ -51,8 +51,8 @@ class DenseMlaLayer:
 
     def __init__(self, shape: DenseMlaShape, layer: int, prefix: str, weights: Weights) -> None:
         s = shape
-        self._world = weights.world
-        own = self._world.heads(s.heads, "latent attention")
+        self.world = weights.world
+        own = self.world.heads(s.heads, "latent attention")
         self.shape = replace(s, heads=own)
         self.layer = layer
         query = s.key_dim + s.shared_dim
@@ -91,13 +91,13 @@ class DenseMlaLayer:
         query = torch.cat([own, rest], 2)  # [N, H, kv_rank + shared_dim]
         shards = state.shards("full")
         if not shards.whole:
-            query = join(query, self._world.neighbours)
+            query = join(query, self.world.neighbours)
         mixed = room(query, shards)
         for group in plan.groups:
             attend_all(group, query, pages, s.scale, shards, mixed)
         if not shards.whole:
-            mixed = merge(mixed, self._world.neighbours)
+            mixed = merge(mixed, self.world.neighbours)
         mixed = mixed[:, :, : s.kv_rank].transpose(0, 1)
         out = bmm(mixed, self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(x.shape[0], -1).to(x.dtype)
-        return summed_linear(out, self._out, self._world)
+        return summed_linear(out, self._out, self.world)

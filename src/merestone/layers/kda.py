@@ -48,8 +48,8 @@ class KdaLayer:
     """
 
     def __init__(self, shape: KdaShape, layer: int, prefix: str, weights: Weights) -> None:
-        self._world = weights.world
-        own = self._world.heads(shape.heads, "KDA")
+        self.world = weights.world
+        own = self.world.heads(shape.heads, "KDA")
         self.shape = replace(shape, heads=own)
         self.layer = layer
         width, dim, hidden = shape.width, shape.dim, shape.hidden
@@ -109,7 +109,7 @@ class KdaLayer:
         out = out.transpose(1, 2).reshape(-1, s.heads, s.dim)[chunks.unpack]
         gates = sigmoid(linear(gate, self._gate).float().view(-1, s.heads, s.dim))
         out = (rms(out, s.rms_eps) * self._norm).mul_(gates)
-        return summed_linear(out.to(x.dtype).view(-1, s.width), self._out, self._world)
+        return summed_linear(out.to(x.dtype).view(-1, s.width), self._out, self.world)
 
     def _table(self, name: str, new: Tensor, rows: ChunkRows, state: StateViews) -> Tensor:
         """The table of one open field, after writing its new rows to their pages."""

@@ -167,8 +167,8 @@ class MlaLayer:
         homes: Homes = _TARGET,
     ) -> None:
         s = shape
-        self._world = weights.world
-        own = self._world.heads(s.heads, "latent attention")
+        self.world = weights.world
+        own = self.world.heads(s.heads, "latent attention")
         self.shape = replace(s, heads=own)
         self.layer = layer
         self.homes = homes
@@ -213,7 +213,7 @@ class MlaLayer:
         query = self.queries(residual)
         shards = state.shards(self.homes.rows)
         if not shards.whole:
-            query = join(query, self._world.neighbours)
+            query = join(query, self.world.neighbours)
         mixed = room(query, shards)  # [N, H, kv_rank], parts have one more column
         for group in plan.dense:
             attend_all(group, query, pages, s.scale, shards, mixed)
@@ -223,7 +223,7 @@ class MlaLayer:
             for group in plan.sparse:
                 attend_chosen(group, selection, counts, query, pages, s.scale, shards, mixed)
         if not shards.whole:
-            mixed = merge(mixed, self._world.neighbours)
+            mixed = merge(mixed, self.world.neighbours)
         return self.outputs(mixed), selection
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,4 +241,4 @@ class MlaLayer:
         """Mixed latents [N, H, kv_rank] fp32 -> [N, hidden]."""
         out = bmm(mixed.transpose(0, 1), self._values.transpose(1, 2))  # [H, N, value_dim]
         out = out.transpose(0, 1).reshape(mixed.shape[0], -1).to(self._out.dtype)
-        return summed_linear(out, self._out, self._world)
+        return summed_linear(out, self._out, self.world)

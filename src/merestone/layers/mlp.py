@@ -28,16 +28,16 @@ class DenseMlp:
         names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
         gate, up, down = (f"{prefix}{name}.weight" for name in names)
-        self._world = weights.world
+        self.world = weights.world
         self.gate_up = weights.stack((gate, up), (inner, inner), hidden, split=(True, True))
         self.down = weights.take(down, (hidden, inner), split=1)
         self._limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]."""
-        if self._world.tp == 1:
+        if self.world.tp == 1:
             return feed_forward(x, self.gate_up, self.down, self._limit)
-        return self._world.ranks.sum(self.partial(x), x.dtype)
+        return self.world.ranks.sum(self.partial(x), x.dtype)
 
     def partial(self, x: Tensor) -> Tensor:
         """[N, hidden] -> this rank's part of the sum, [N, hidden] fp32."""
@@ -63,7 +63,7 @@ class MoeMlp:
         weights: Weights,
         names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> None:
-        self._world = weights.world
+        self.world = weights.world
         self._chosen = chosen
         self._normalise = normalise
         self._scaling = scaling
@@ -87,8 +87,8 @@ class MoeMlp:
         ids, shares = route(
             x, self._router, self._bias, self._chosen, self._normalise, self._scaling
         )
-        several = self._world.tp > 1
+        several = self.world.tp > 1
         out = experts(x, ids, shares, self._gate_up, self._down, self._limit, partial=several)
         if self._shared is not None:
             out = out + (self._shared.partial(x) if several else self._shared.forward(x))
-        return self._world.ranks.sum(out, x.dtype)
+        return self.world.ranks.sum(out, x.dtype)

@@ -19,7 +19,7 @@ class Vocabulary:
     def __init__(
         self, size: int, hidden: int, embedding: str, head: str | None, weights: Weights
     ) -> None:
-        self._size = size
+        self.size = size
         self.world: World = weights.world
         self.embedding = weights.take(embedding, (size, hidden), split=0)
         self.head = self.embedding if head is None else weights.take(head, (size, hidden), split=0)
@@ -29,7 +29,7 @@ class Vocabulary:
         world = self.world
         if world.tp == 1:
             return self.embedding[ids]
-        part = world.part(self._size)
+        part = world.part(self.size)
         outside = (ids < part.start) | (ids >= part.stop)
         rows = self.embedding[(ids - part.start).masked_fill(outside, 0)]
         # One rank has the row, the others add zeros: the sum is exact.
@@ -42,6 +42,6 @@ class Vocabulary:
         world = self.world
         if world.tp == 1:
             return own
-        widest = world.widest(self._size)
+        widest = world.widest(self.size)
         parts = world.ranks.gather(pad(own, (0, widest - own.shape[1])))  # [tp, M, widest]
-        return parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self._size].contiguous()
+        return parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.size].contiguous()

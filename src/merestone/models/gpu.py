@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from merestone.layers.dense_mla import DenseMlaLayer
 from merestone.layers.gpu.kda import GpuKda
 from merestone.layers.gpu.mla import GpuDenseMla, GpuMla
 from merestone.layers.gpu.mlp import gpu_mlp
+from merestone.layers.gpu.ranks import GpuVocabulary
 from merestone.layers.gpu.step import DeviceState, Rebuild, SlotField, Step
 from merestone.layers.kda import KdaLayer
 from merestone.layers.mla import MlaLayer
@@ -22,18 +22,19 @@ from merestone.layers.state import Field
 from merestone.models.glm5_next import Glm5Next, _Hyper
 from merestone.models.interface import CHUNK, Model, ModelInfo
 from merestone.models.kimi_linear import KimiLinear
-from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.norms import rms_norm
+from merestone.parallel.world import World
 
 Attention = GpuKda | GpuMla | GpuDenseMla
 
 
 class GpuModel(Protocol):
-    """A model on a GPU. ``heads`` of its latent attention, 0 without any; ``pool``: tokens of a
-    pool of the sparse index, 0 without an index."""
+    """A rank's share of a model, on a GPU. ``heads``: its own of latent attention, 0 without any;
+    ``pool``: tokens of a pool of the sparse index, 0 without an index."""
 
     info: ModelInfo
+    world: World
     heads: int
     pool: int
     attention: list[Attention]
@@ -114,9 +115,9 @@ class GpuGlm5Next:
         config = self._config = model._config
         self.info = model.info
         self.pool = config.index_kpool
-        self.heads = config.num_heads
-        self._embed = model.vocabulary.embedding.to(device)
-        self._head = model.vocabulary.head.to(device)
+        self.world = model.vocabulary.world
+        self.heads = self.world.heads(config.num_heads, "latent attention")
+        self._ends = GpuVocabulary(model.vocabulary, device)
         self._norm = model._norm.to(device)
         self.attention: list[Attention] = []
         self._rest = []
@@ -126,7 +127,7 @@ class GpuGlm5Next:
             self._rest.append((*into, gpu_mlp(layer._mlp, device)))
 
     def forward(self, step: Step, state: DeviceState) -> Tensor:
-        rows = self._embed.index_select(0, step.tokens)
+        rows = self._ends.embed(step.tokens)
         streams = rows[:, None].expand(-1, self._config.hc_mult, -1).contiguous()
         selection: tuple[Tensor, Tensor] | None = None
         for attention, (into, into_mlp, mlp) in zip(self.attention, self._rest, strict=True):
@@ -141,7 +142,7 @@ class GpuGlm5Next:
         return rms_norm(mean(streams), self._norm, self._config.rms_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._head, out_dtype=torch.float32)
+        return self._ends.logits(hidden)
 
 
 class GpuKimiLinear:
@@ -151,9 +152,9 @@ class GpuKimiLinear:
 
     def __init__(self, model: KimiLinear, device: str) -> None:
         self.info = model.info
+        self.world = model.vocabulary.world
         self._eps = model._eps
-        self._embed = model.vocabulary.embedding.to(device)
-        self._head = model.vocabulary.head.to(device)
+        self._ends = GpuVocabulary(model.vocabulary, device)
         self._norm = model._norm.to(device)
         self.attention: list[Attention] = []
         self._rest = []
@@ -165,7 +166,7 @@ class GpuKimiLinear:
         self.heads = dense[0].shape.heads if dense else 0
 
     def forward(self, step: Step, state: DeviceState) -> Tensor:
-        x = self._embed.index_select(0, step.tokens)
+        x = self._ends.embed(step.tokens)
         for attention, (norm, mlp_norm, mlp) in zip(self.attention, self._rest, strict=True):
             assert not isinstance(attention, GpuMla)
             x = x + attention.forward(rms_norm(x, norm, self._eps), step, state)
@@ -173,4 +174,4 @@ class GpuKimiLinear:
         return rms_norm(x, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._head, out_dtype=torch.float32)
+        return self._ends.logits(hidden)

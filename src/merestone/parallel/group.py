@@ -55,7 +55,7 @@ class Group:
         self.moves = 0
         """Collectives begun so far: equal on all ranks of the group between two passes."""
         self._handle = handle
-        self._staged = staged
+        self.staged = staged
 
     def gather(self, x: Tensor) -> Tensor:
         """[*shape] of each rank -> [size, *shape], in rank order, the same on all."""
@@ -87,14 +87,14 @@ class Group:
         self.gather(torch.zeros(1, device=self._device()))
 
     def _device(self) -> torch.device:
-        plain = self._handle is None or self._staged or self._handle.name() != "nccl"
+        plain = self._handle is None or self.staged or self._handle.name() != "nccl"
         return torch.device("cpu") if plain else torch.device("cuda", torch.cuda.current_device())
 
     def _move(self, x: Tensor, shape: tuple[int, ...], call: Callable[..., Any]) -> Tensor:
         assert self._handle is not None, f"{self.name}: a group to plan with exchanges nothing"
         self.moves += 1
         home = x.device
-        x = (x.cpu() if self._staged else x).contiguous()
+        x = (x.cpu() if self.staged else x).contiguous()
         out = x.new_empty(shape)
         try:
             # Flat: a backend may have its own idea of the shapes.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from merestone.layers.gpu.ranks import summed_linear
 from merestone.layers.gpu.step import DeviceState, Rebuild, SlotField, Step
 from merestone.layers.kda import KdaLayer
 from merestone.layers.state import Field
@@ -32,6 +33,7 @@ class GpuKda:
     def __init__(self, layer: KdaLayer, device: str, chunk: int) -> None:
         s = self.shape = layer.shape
         self.layer = layer.layer
+        self._world = layer.world
         self._chunk = chunk
         self._fields = layer.fields()
         both, strength, decay, gate = torch.split(layer._inputs.to(device), layer._splits)
@@ -71,7 +73,7 @@ class GpuKda:
         write_tail(r, pages, tail, step.sequences, step.advance, step.advance_frames)
         gates = linear(gate, self._gate).view(-1, s.dim)
         out = gated_rms_norm(out.view(-1, s.dim), self._norm, gates, s.rms_eps)
-        return linear(out.view(-1, s.width), self._out)
+        return summed_linear(out.view(-1, s.width), self._out, self._world)
 
     def rebuild(self, old: Rebuild, state: DeviceState) -> None:
         """Make the caches of sequences' old rows again."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from merestone.layers.dense_mla import DenseMlaLayer
+from merestone.layers.gpu.ranks import summed_linear
 from merestone.layers.gpu.step import DeviceState, Step
 from merestone.layers.mla import Indexer, MlaLayer
 from merestone.layers.state import Field
@@ -91,6 +92,7 @@ class GpuMla:
     def __init__(self, layer: MlaLayer, device: str) -> None:
         s = self.shape = layer.shape
         self.layer = layer.layer
+        self._world = layer.world
         self._fields = layer.fields()
         self._splits = layer._splits
         self._inputs = layer._inputs.to(device)
@@ -129,7 +131,7 @@ class GpuMla:
             query, Keys(pages, step.full_pages), step.work, counts, s.key_dim**-0.5,
             longest=s.width, split=step.split, selection=tokens,
         )  # fmt: skip
-        return linear(spread(mixed, self._values), self._out), selection
+        return summed_linear(spread(mixed, self._values), self._out, self._world), selection
 
 
 class GpuDenseMla:
@@ -138,6 +140,7 @@ class GpuDenseMla:
     def __init__(self, layer: DenseMlaLayer, device: str) -> None:
         self.shape = layer.shape
         self.layer = layer.layer
+        self._world = layer.world
         self._fields = layer.fields()
         self._splits = layer._splits
         self._inputs = layer._inputs.to(device)
@@ -162,7 +165,8 @@ class GpuDenseMla:
             query, Keys(pages, step.full_pages), step.work, step.seen, s.scale,
             longest=step.longest, split=step.split,
         )  # fmt: skip
-        return linear(spread(mixed[:, :, : s.kv_rank], self._values), self._out)
+        out = spread(mixed[:, :, : s.kv_rank], self._values)
+        return summed_linear(out, self._out, self._world)
 
 
 def absorbed(layer: MlaLayer | DenseMlaLayer, device: str) -> tuple[Tensor, Tensor]:

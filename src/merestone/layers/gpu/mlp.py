@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from merestone.layers.gpu.ranks import summed_linear
 from merestone.layers.mlp import DenseMlp, MoeMlp
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
@@ -18,10 +19,17 @@ class GpuMlp:
         self._gate_up = layer.gate_up.to(device)
         self._down = layer.down.to(device)
         self._limit = layer._limit
+        self._world = layer.world
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]."""
-        return linear(swiglu(linear(x, self._gate_up), self._limit), self._down)
+        inner = swiglu(linear(x, self._gate_up), self._limit)
+        return summed_linear(inner, self._down, self._world)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """[N, hidden] -> this rank's part of the sum, [N, hidden] fp32."""
+        inner = swiglu(linear(x, self._gate_up), self._limit)
+        return linear(inner, self._down, out_dtype=torch.float32)
 
 
 class GpuMoe:
@@ -29,6 +37,7 @@ class GpuMoe:
     away, so that no two copies of all exist."""
 
     def __init__(self, layer: MoeMlp, device: str) -> None:
+        self._world = layer.world
         self._chosen = layer._chosen
         self._normalise = layer._normalise
         self._scaling = layer._scaling
@@ -45,9 +54,10 @@ class GpuMoe:
             x, self._router, self._bias, self._chosen, self._normalise, self._scaling
         )
         out = experts(x, ids, shares, self._gate_up, self._down, self._limit)
+        several = self._world.tp > 1
         if self._shared is not None:
-            out = out + self._shared.forward(x)
-        return out.to(x.dtype)
+            out = out + (self._shared.partial(x) if several else self._shared.forward(x))
+        return self._world.ranks.sum(out, x.dtype)
 
 
 def gpu_mlp(layer: DenseMlp | MoeMlp, device: str) -> GpuMlp | GpuMoe:
