@@ -83,6 +83,6 @@ def test_the_table_says_what_the_gate_does(setup: Setup) -> None:
 
 
 def test_the_layouts_that_tests_prove() -> None:
-    """tests/parallel and tests/ranks run these, and no other ones."""
+    """tests/parallel and tests/processes run these, and no other ones."""
     proven = {(tp, dcp) for tp in (1, 2, 4) for dcp in (1, 2, 4) if tp % dcp == 0}
     assert proven == PROVEN_LAYOUTS

@@ -159,14 +159,14 @@ def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngi
     try:
         facts = ranks.start()
         engine = engine_over(ranks, facts, options, name)
+        if tiers:
+            identity = identity_of(weights_of(directory, options), facts, options.ranks.tp)
+            settings = StoreSettings(wait_s=options.store_wait)
+            stores = keep_outside(engine, options.stores, tiers, identity, settings, Bell())
+            stores.closing += [tier.close for tier in tiers]
     except BaseException:
         ranks.close()
         raise
-    if tiers:
-        identity = identity_of(weights_of(directory, options), facts, options.ranks.tp)
-        settings = StoreSettings(wait_s=options.store_wait)
-        stores = keep_outside(engine, options.stores, tiers, identity, settings, Bell())
-        stores.closing += [tier.close for tier in tiers]
     engine.attendant = ranks
     ranks.listen(engine.device_lost, engine.device_back)
     return engine
@@ -231,12 +231,7 @@ def assemble(
     world: World = SINGLE,
 ) -> LocalEngine:
     """An engine around a loaded model, in this process. Stores know the model as ``weights``."""
-    device = resolve_device(options.device)
-    runner: StoringDevice
-    if device == "cpu":
-        runner, facts = build_rank(model, options, drafter, world)
-    else:
-        runner, facts = build_gpu_rank(model, options, device, drafter)
+    runner, facts = build_on(resolve_device(options.device), model, options, drafter, world)
     engine = engine_over(runner, facts, options, name)
     if options.stores:
         tiers, bell = open_tiers(options.stores), Bell()
@@ -246,6 +241,21 @@ def assemble(
         stores = keep_outside(engine, options.stores, tiers, identity, settings, bell)
         stores.closing += [porter.close, *(tier.close for tier in tiers)]
     return engine
+
+
+def build_on(
+    device: str, model: Model, options: EngineOptions, drafter: Drafter | None, world: World
+) -> tuple[StoringDevice, Facts]:
+    """The doing side of one rank, wherever it runs.
+
+    Raises:
+        ValueError: what cannot run there, or does not fit.
+    """
+    if device == "cpu":
+        return build_rank(model, options, drafter, world)
+    if world.dcp > 1:
+        raise ValueError(f"--dcp above 1 does not go with --device {options.device} yet")
+    return build_gpu_rank(model, options, device, drafter)
 
 
 def build_gpu_rank(

@@ -14,12 +14,13 @@ import torch
 
 from merestone import __version__
 from merestone.device.porter import Porter
-from merestone.device.runner import Runner
 from merestone.engine.build import (
     EngineOptions,
-    build_rank,
+    StoringDevice,
+    build_on,
     load,
     load_draft,
+    resolve_device,
     set_threads,
     weights_of,
 )
@@ -38,7 +39,7 @@ OWN = ("ranks.node",)
 class WorkerRank:
     """A runner, and the world whose collectives it runs."""
 
-    def __init__(self, runner: Runner, world: World) -> None:
+    def __init__(self, runner: StoringDevice, world: World) -> None:
         self.runner = runner
         self.world = world
 
@@ -64,6 +65,8 @@ def runs_with(config: RankConfig) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[library] = "absent"
     found["processor"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if resolve_device(options.device) != "cpu":
+        found["GPU"] = torch.cuda.get_device_name()
     for name, value in flat(msgspec.to_builtins(options)).items():
         if name not in OWN:
             found[f"option {name}"] = value
@@ -75,17 +78,38 @@ def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
     """Load this rank's share of the model, and put a runner around it."""
     options, ranks, directory = _options(config), config.ranks, Path(config.directory)
     set_threads(directory, options, share=len(ranks.local))
+    device, backend = _place(options, config)
     world = connect(
-        config.rank, ranks.tp, ranks.dcp, rendezvous=welcome.rendezvous, timeout_s=ranks.step_s
+        config.rank,
+        ranks.tp,
+        ranks.dcp,
+        rendezvous=welcome.rendezvous,
+        device=device,
+        backend=backend,
+        timeout_s=ranks.step_s,
     )
     model = load(directory, options, world)
     drafter = load_draft(directory, options, model, world)
-    runner, facts = build_rank(model, options, drafter, world)
+    runner, facts = build_on(device, model, options, drafter, world)
     if options.stores:
         tiers = open_tiers(options.stores, owner=False)
         # What it has to report it says with the next plan, and is asked before long.
         runner.porter = Porter(runner.arena, tiers, config.rank, lambda: None)
     return WorkerRank(runner, world), facts
+
+
+def _place(options: EngineOptions, config: RankConfig) -> tuple[str, str | None]:
+    """This rank's device, and what carries its messages (None: what suits the device).
+
+    The ranks of a machine are dealt over its GPUs; NCCL does not let two share one, so gloo then
+    carries their messages through host memory.
+    """
+    device = resolve_device(options.device)
+    if device == "cpu":
+        return device, None
+    count = torch.cuda.device_count()
+    shared = len(config.ranks.local) > count
+    return f"cuda:{config.local % count}", "gloo" if shared else None
 
 
 def _options(config: RankConfig) -> EngineOptions:

@@ -15,7 +15,7 @@ from merestone.engine.ranks.merge import (
 )
 from merestone.engine.ranks.messages import Done, Failed, Hello, RankOptions
 from merestone.sched.plan import StepResult, StoreReport, TokenLogprob, WorkResult
-from ranks.fake_rank import facts
+from processes.fake_rank import facts
 
 WORKS = (WorkResult(3, (7,), (TokenLogprob(7, -0.5),)), WorkResult(5))
 

@@ -21,7 +21,7 @@ from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
-from ranks.ranked import Waiting
+from processes.ranked import Waiting
 
 RANKS = RankOptions(tp=4, dcp=4, on_loss="restart", silence_s=10.0)
 

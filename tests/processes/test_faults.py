@@ -14,7 +14,7 @@ import pytest
 
 from fake_device import VOCAB, oracle
 from merestone.engine.device import DeviceLost
-from ranks.ranked import Ranked
+from processes.ranked import Ranked
 
 PROMPT = [i % VOCAB for i in range(100)]
 BOUND_S = 6.0

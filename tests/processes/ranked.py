@@ -17,7 +17,7 @@ from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.sched.plan import SamplingParams
 from merestone.sched.scheduler import Scheduler
-from ranks.fake_rank import SPEC
+from processes.fake_rank import SPEC
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
 
