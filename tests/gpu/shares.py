@@ -1,0 +1,46 @@
+"""What a rank does in the tests of several on the device path: a whole engine over its share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gpu.machine import CUDA, GpuReal
+from gpu.test_thin import SPARSE, answer, prompt
+from interpreted import order_dots
+from merestone.models.glm5_next import Glm5Next
+from merestone.models.gpu import on_gpu
+from merestone.models.tiny_weights import draw
+from merestone.parallel.world import World
+from models.plain_loop import PlainLoop
+
+UNEVEN = dataclasses.replace(SPARSE, vocab_size=65)
+
+
+def share(world: World) -> Glm5Next:
+    tensors = dict(draw(UNEVEN, 0))
+    return Glm5Next(UNEVEN, tensors, torch.float32, world)
+
+
+def answers(world: World, length: int) -> tuple[list, list, list[float]]:
+    """The cold answer, that of a replay beside a mate, and how far the cold one's log
+    probabilities are from those of the rank's CPU layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            order_dots(patch)
+        ids = prompt(length, 3)
+        _, logits = PlainLoop(share(world)).generate(list(ids), 2)
+        model = on_gpu(share(world), world.device)
+        real = GpuReal(model, frames=300, max_running=2, token_budget=256)
+        cold = real.ask(ids, 2)
+        replies = [real.send(ids, 2), real.send(prompt(3, 7), 1)]
+        real.drain()
+        assert replies[0].restored == length
+        far = [
+            abs(value - float(row.double().log_softmax(0)[token]))
+            for (_, entry), row in zip(answer(cold), logits, strict=True)
+            for token, value in entry.top
+        ]
+        return answer(cold), answer(replies[0]), far

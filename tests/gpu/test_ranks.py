@@ -1,0 +1,26 @@
+"""Two ranks on the device path: under the interpreter a thin thread of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gpu.shares import answers
+from parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(ranks: Ranks) -> None:
+    """In fp32; the replay, beside a mate, has the bits of the cold answer, on both ranks."""
+    found = ranks.run(answers, 2, 1, 6, timeout_s=300.0)
+    cold, again, far = found[0]
+    assert again == cold
+    assert found[1][:2] == (cold, again)
+    assert max(far) < 1e-3
