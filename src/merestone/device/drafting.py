@@ -46,9 +46,12 @@ class Drafting:
             self.drafter.observe(rows, self._state)
         if rows.continuations:
             asking = [entry for entry in drawn if entry.proposing]
-            ids = self.drafter.propose(rows, self._state).ids.tolist()
-            for entry, proposed in zip(asking, ids, strict=True):
-                entry.slot.drafts = proposed[: entry.work.propose]
+            drafts = self.drafter.propose(rows, self._state)
+            candidates, probabilities = drafts.candidates, drafts.probabilities
+            for place, (entry, ids) in enumerate(zip(asking, drafts.ids.tolist(), strict=True)):
+                entry.slot.drafts = ids[: entry.work.propose]
+                if candidates is not None and probabilities is not None:
+                    entry.slot.chances = candidates[place], probabilities[place]
 
     def _bounds(self, entry: Drawn) -> tuple[int, int]:
         """Rows [first, end) to observe: with a lag from the one that had to wait for its next id,

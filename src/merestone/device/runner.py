@@ -39,12 +39,23 @@ class Pass:
 
 
 class Runner:
-    """Executes plans on one device, one after another. Without ``drafter`` no plan has drafts."""
+    """Executes plans on one device, one after another. Without ``drafter`` no plan has drafts.
 
-    def __init__(self, model: Model, arena: Arena, drafter: Drafter | None = None) -> None:
+    ``rejecting``: sampled drafts are accepted by their chances, see :func:`ops.sampler.sample`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        arena: Arena,
+        drafter: Drafter | None = None,
+        *,
+        rejecting: bool = False,
+    ) -> None:
         self.model = model
         self.arena = arena
         self.drafting = Drafting(drafter, arena, CHUNK) if drafter else None
+        self.rejecting = rejecting
         self.slots: dict[int, Slot] = {}
         self.groups = tuple(arena.groups)
         self.porter: Porter | None = None
@@ -180,6 +191,7 @@ class Runner:
                     output=slot.ids[slot.prompt : slot.known],
                     position=work.end + place,
                     choice=slot.choice,
+                    draft=slot.draft(place) if self.rejecting and place < work.drafts else None,
                 )
             if params.logprobs is not None:
                 entries.append(logprob(logits[place], token, params.logprobs))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from merestone.core.orders import PageDelta
 from merestone.layers.state import Segment
+from merestone.ops.sampler import Draft
 from merestone.sched.plan import Admit, SamplingParams, TokenLogprob, Work
 
 
@@ -22,7 +23,8 @@ class Slot:
     ``ids`` [capacity] int64, the first ``known`` of them valid, ``prompt`` of those the prompt.
     ``hidden`` [n, hidden_size] are the rows of positions below ``hidden_at``, since the anchor,
     those of rejected drafts included; ``before`` is the row before the last pass. ``drafts`` are
-    ids proposed for the positions from ``known`` on.
+    ids proposed for the positions from ``known`` on, ``chances`` the candidates [n, M] and
+    probabilities [n, M] that they were drawn with.
     """
 
     ids: Tensor
@@ -35,6 +37,7 @@ class Slot:
     hidden_at: int = -1
     before: Tensor | None = None
     drafts: list[int] = field(default_factory=list)
+    chances: tuple[Tensor, Tensor] | None = None
     scored: tuple[TokenLogprob, ...] = ()
 
     @classmethod
@@ -66,6 +69,13 @@ class Slot:
         known = self.ids[first + 1 : min(end + 1, self.known)]
         ids[: len(known)] = known
         return ids
+
+    def draft(self, place: int) -> Draft:
+        """A proposed id, and how it was drawn."""
+        if self.chances is None:
+            return Draft(self.drafts[place])
+        candidates, probabilities = self.chances
+        return Draft(self.drafts[place], candidates[place], probabilities[place])
 
     def bind(self, delta: PageDelta) -> None:
         """Take over changed entries of a page table; tables grow by doubling."""

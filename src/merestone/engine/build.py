@@ -35,7 +35,12 @@ from merestone.models.loader import LOAD_FORMATS, load_model
 from merestone.parallel.world import SINGLE, World
 from merestone.sched.depth import Depth
 from merestone.sched.scheduler import Scheduler
-from merestone.spec.build import draft_directory, load_drafter, parse_speculation
+from merestone.spec.build import (
+    Speculation,
+    draft_directory,
+    load_drafter,
+    parse_speculation,
+)
 from merestone.spec.interface import Drafter
 from merestone.store.desk import StoreSettings
 from merestone.store.lane import Bell
@@ -66,8 +71,8 @@ class EngineOptions:
     only). ``page`` None chooses the page size. ``frames`` overrides what ``memory`` would give.
     ``retention``: see ``core/gate.py``. ``mark_share``: see ``CacheSpec``.
     ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
-    With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank. ``speculate`` and
-    ``draft``: see ``spec/build.py``.
+    With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank. ``speculate``,
+    ``draft`` and ``accept``: see ``spec/build.py``.
     """
 
     device: str = "cpu"
@@ -89,6 +94,7 @@ class EngineOptions:
     ranks: RankOptions = field(default_factory=RankOptions)
     speculate: str = "none"
     draft: str | None = None
+    accept: str = "exact"
 
 
 def build_engine(directory: Path, options: EngineOptions, name: str | None = None) -> LocalEngine:
@@ -142,7 +148,7 @@ def load_draft(
     directory: Path, options: EngineOptions, model: Model, world: World = SINGLE
 ) -> Drafter | None:
     """The drafter that ``options`` name, or a rank's share of it."""
-    speculation = parse_speculation(options.speculate)
+    speculation = speculation_of(options)
     return load_drafter(speculation, options.draft, directory, model, options.load_format, world)
 
 
@@ -172,12 +178,17 @@ def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngi
     return engine
 
 
+def speculation_of(options: EngineOptions) -> Speculation:
+    """What ``options`` say of speculation."""
+    return parse_speculation(options.speculate, options.accept)
+
+
 def gate_setup(options: EngineOptions) -> Setup:
     """What the retention gate must know of these options."""
     layout = (options.ranks.tp, options.ranks.dcp)
     return Setup(
         asked=options.retention,
-        speculation=parse_speculation(options.speculate).gate,
+        speculation=speculation_of(options).gate,
         tp=options.ranks.tp,
         dcp=options.ranks.dcp,
         store="boundaries" if options.stores else "none",
@@ -314,7 +325,8 @@ def build_rank(
         drafts=drafter.depth if drafter else 0,
         layout=repr(fields),
     )
-    return Runner(model, arena, drafter), facts
+    rejecting = speculation_of(options).rejecting
+    return Runner(model, arena, drafter, rejecting=rejecting), facts
 
 
 def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str) -> LocalEngine:
@@ -343,11 +355,13 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
     limit = min(facts.max_length, capacity)
     for line in [*facts.notes, f"pool {facts.frames} frames, at most {limit:,} tokens a request"]:
         log.info(line)
+    if speculation_of(options).rejecting:
+        log.info("--accept rejection: at a temperature above 0, tokens depend on what was drafted")
     scheduler = Scheduler(
         cache,
         slots=options.max_running,
         token_budget=options.token_budget,
-        depth=Depth(facts.drafts, adaptive=parse_speculation(options.speculate).adaptive),
+        depth=Depth(facts.drafts, adaptive=speculation_of(options).adaptive),
     )
     retention, reason = choose(gate_setup(options), CHUNK)
     info = EngineInfo(

@@ -9,14 +9,18 @@ the lowest id.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from merestone.sched.plan import SamplingParams, TokenLogprob
 
 _WORD = (1 << 64) - 1
+ACCEPTANCE, REMAINDER = 1, 2
+"""Streams of noise of a position besides the first: one that drafts share cannot judge them."""
 
 
 def plain_greedy(params: SamplingParams) -> bool:
@@ -37,6 +41,15 @@ def greedy(rows: Tensor) -> Tensor:
     return rows.argmax(1)
 
 
+class Draft(NamedTuple):
+    """A token drawn from q: ids [M] and their probabilities [M], all others have none. Without
+    them it was certain."""
+
+    token: int
+    ids: Tensor | None = None
+    probabilities: Tensor | None = None
+
+
 def sample(
     row: Tensor,
     params: SamplingParams,
@@ -45,19 +58,43 @@ def sample(
     output: Tensor,
     position: int,
     choice: int,
+    draft: Draft | None = None,
 ) -> int:
     """The token of ``position`` (its own, not that of the row before it).
 
     row [V] fp32, raw logits. prompt and output: ids so far, [P] and [O] int64 (read for penalties
-    and ``min_tokens`` only). ``choice`` numbers the answers of one request.
+    and ``min_tokens`` only). ``choice`` numbers the answers of one request. With a ``draft`` the
+    token is still one of the row's distribution, but depends on what was drafted: see `_judge`.
     """
     scores = process(row, params, prompt=prompt, output=output)
     if params.temperature == 0.0:
         return int(scores.argmax())
     # From the maximum down: a tiny temperature then makes -inf of the others, never inf of all.
     scores = truncate((scores - scores.max()).double() / params.temperature, params)
-    noise = gumbel(row.shape[0], params.seed, choice, position)
-    return int((scores + noise).argmax())
+    key = params.seed, choice, position
+    if draft is not None:
+        return _judge(scores, draft, key)
+    return int((scores + gumbel(row.shape[0], *key)).argmax())
+
+
+def _judge(scores: Tensor, draft: Draft, key: tuple[int, int, int]) -> int:
+    """The draft, with the probability p / q (at most 1); else a token of what p has above q.
+
+    So every token comes with its probability under p, the softmax of scores [V]. The noise is none
+    that a drafter shares. Source: Leviathan et al., arXiv 2211.17192.
+    """
+    p = scores.exp()
+    p /= p.sum()
+    q = torch.zeros_like(p)
+    if draft.ids is None or draft.probabilities is None:
+        q[draft.token] = 1.0
+    else:
+        q[draft.ids] = draft.probabilities.double()
+    chance = float(_uniform(1, *key, ACCEPTANCE)[0])
+    if chance * float(q[draft.token]) < float(p[draft.token]):
+        return draft.token
+    left = (p - q).clamp_(min=0.0).log_()
+    return int((left + gumbel(scores.shape[0], *key, stream=REMAINDER)).argmax())
 
 
 def process(row: Tensor, params: SamplingParams, *, prompt: Tensor, output: Tensor) -> Tensor:
@@ -105,14 +142,18 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     return cut
 
 
-def gumbel(size: int, seed: int, choice: int, position: int) -> Tensor:
-    """Standard Gumbel noise, [size] fp64, a function of the arguments alone (Philox)."""
+def gumbel(size: int, seed: int, choice: int, position: int, stream: int = 0) -> Tensor:
+    """Standard Gumbel noise, [size] fp64, a function of the arguments alone."""
+    return torch.from_numpy(-np.log(-np.log(_uniform(size, seed, choice, position, stream))))
+
+
+def _uniform(size: int, seed: int, choice: int, position: int, stream: int) -> NDArray[np.float64]:
+    """Uniform noise, [size], a function of the arguments alone (Philox)."""
     # Arrays: numpy would turn a list with a large number into floats.
     key = np.array([seed & _WORD, choice & _WORD], dtype=np.uint64)
-    source = np.random.Philox(key=key, counter=np.array([0, 0, position, 0], dtype=np.uint64))
-    # In the open interval (0, 1): both logarithms are finite.
-    uniform = ((source.random_raw(size) >> np.uint64(11)) + 0.5) * 2.0**-53
-    return torch.from_numpy(-np.log(-np.log(uniform)))
+    source = np.random.Philox(key=key, counter=np.array([0, 0, position, stream], dtype=np.uint64))
+    # In the open interval (0, 1): both logarithms of a Gumbel number are finite.
+    return np.asarray(((source.random_raw(size) >> np.uint64(11)) + 0.5) * 2.0**-53, np.float64)
 
 
 def logprob(row: Tensor, token: int, top: int) -> TokenLogprob:

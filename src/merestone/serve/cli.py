@@ -163,6 +163,9 @@ def serve(
     draft: Annotated[
         str | None, typer.Option(help="Directory of a DFlash draft. Default: MODEL_DIR/draft.")
     ] = None,
+    accept: Annotated[
+        str, typer.Option(help="exact: no token changes; rejection: more drafts, other tokens.")
+    ] = "exact",
     explain: Explain = False,
     store: Stores = None,
     store_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for stores.")] = 2.0,
@@ -214,6 +217,7 @@ def serve(
         store_wait=store_wait,
         speculate=speculate,
         draft=draft,
+        accept=accept,
         ranks=ranks,
     )
     if explain:

@@ -18,6 +18,7 @@ from merestone.spec.interface import Drafter
 from merestone.spec.mtp import MOST, MtpDrafter
 
 WORDS = f"none, mtp:K (K from 1 to {MOST}), mtp:auto or dflash"
+ACCEPT = ("exact", "rejection")
 BUNDLED = "bundled"
 """``--draft bundled``: the folder ``draft`` of the model's own directory."""
 
@@ -25,11 +26,13 @@ BUNDLED = "bundled"
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """``kind`` "none", "mtp" or "dflash"; ``depth`` drafts a step at most, 0 for the drafter's own;
-    ``adaptive``: as many as were accepted lately."""
+    ``adaptive``: as many as were accepted lately. ``rejecting``: at a temperature, drafts are
+    accepted by their chances instead of by being what the target would draw."""
 
     kind: str = "none"
     depth: int = 0
     adaptive: bool = False
+    rejecting: bool = False
 
     @property
     def gate(self) -> str:
@@ -37,19 +40,22 @@ class Speculation:
         return "dynamic" if self.adaptive else self.kind
 
 
-def parse_speculation(text: str) -> Speculation:
-    """What ``--speculate`` says.
+def parse_speculation(text: str, accept: str = "exact") -> Speculation:
+    """What ``--speculate`` and ``--accept`` say.
 
     Raises:
-        ValueError: it says nothing known.
+        ValueError: they say nothing known.
     """
+    if accept not in ACCEPT:
+        raise ValueError(f"--accept: {accept!r} is not one of {', '.join(ACCEPT)}")
+    rejecting = accept == "rejection"
     kind, _, depth = text.partition(":")
     if kind == "mtp" and depth == "auto":
-        return Speculation("mtp", MOST, adaptive=True)
+        return Speculation("mtp", MOST, adaptive=True, rejecting=rejecting)
     if kind == "mtp" and depth.isdecimal() and 1 <= int(depth) <= MOST:
-        return Speculation("mtp", int(depth))
+        return Speculation("mtp", int(depth), rejecting=rejecting)
     if text in ("none", "dflash"):
-        return Speculation(text)
+        return Speculation(text, rejecting=rejecting)
     raise ValueError(f"--speculate: {text!r} is not one of {WORDS}")
 
 
@@ -75,16 +81,18 @@ def load_drafter(
     if speculation.kind != "dflash" and draft is not None:
         raise ValueError("--draft is for --speculate dflash only")
     if speculation.kind == "none":
+        if speculation.rejecting:
+            raise ValueError("--accept rejection is for --speculate only")
         return None
     if speculation.kind == "mtp":
         layer = load_mtp(directory, model.info.dtype, load_format, world=world)
-        return MtpDrafter(layer, model, speculation.depth)
+        return MtpDrafter(layer, model, speculation.depth, chances=speculation.rejecting)
     where = draft_directory(draft, directory)
     if not where.is_dir():
         raise ValueError(f"--draft: {where} is no directory")
     found = load_dflash(where, model.info.dtype)
     _check(found, where, model)
-    return DFlashDrafter(found, model)
+    return DFlashDrafter(found, model, chances=speculation.rejecting)
 
 
 def _check(draft: DFlash, where: Path, model: Model) -> None:

@@ -16,7 +16,7 @@ from merestone.layers.rows import places
 from merestone.layers.state import Field, StateViews
 from merestone.models.dflash import GROUP, DFlash
 from merestone.models.interface import Model
-from merestone.spec.draw import draw, with_noise
+from merestone.spec.draw import Draws
 from merestone.spec.interface import Continuation, DraftGroup, DraftRows, Drafts
 
 
@@ -25,8 +25,9 @@ class DFlashDrafter:
 
     lag = 0
 
-    def __init__(self, draft: DFlash, model: Model) -> None:
+    def __init__(self, draft: DFlash, model: Model, *, chances: bool = False) -> None:
         config = draft.config
+        self._chances = chances
         self.draft = draft
         self._model = model
         self.depth = config.block - 1
@@ -63,7 +64,7 @@ class DFlashDrafter:
         embedded = self._model.embed(ids.flatten()).view(*ids.shape, -1)
         hidden = self.draft.forward(embedded, blocks, state)[:, 1 : depth + 1].flatten(0, 1)
         logits = self._model.logits(hidden) * config.logit_scale
-        return Drafts(self._choose(hidden, logits, ids[:, 0], wanting, depth))
+        return self._choose(hidden, logits, ids[:, 0], wanting, depth)
 
     def _choose(
         self,
@@ -72,21 +73,21 @@ class DFlashDrafter:
         newest: Tensor,
         wanting: Sequence[Continuation],
         depth: int,
-    ) -> Tensor:
+    ) -> Drafts:
         """Rows [S depth, ...] -> ids [S, depth], each next one knowing the one before it."""
+        draws = Draws(wanting, self._chances)
         logits = logits.view(len(wanting), depth, -1)
         selector = self.draft.selector
         if selector is None:
-            return torch.stack([draw(logits[:, i], wanting, i + 1) for i in range(depth)], 1)
+            for i in range(depth):
+                draws.draw(logits[:, i])
+            return draws.drafts()
         candidates = selector.candidates(logits.flatten(0, 1)).view(len(wanting), depth, -1)
         unary = logits.gather(2, candidates)
         projected = selector.project(hidden).view(len(wanting), depth, -1)
-        ids, before = [], newest
+        before = newest
         for i in range(depth):
             own = candidates[:, i]
             scores = unary[:, i] + selector.edges(projected[:, i], before, own)
-            scores = with_noise(scores, own, wanting, i + 1, logits.shape[2])
-            # Candidates ascend: the lowest of equal ones wins.
-            before = own.gather(1, scores.argmax(1, keepdim=True))[:, 0]
-            ids.append(before)
-        return torch.stack(ids, 1)
+            before = draws.among(scores, own, logits.shape[2])
+        return draws.drafts()

@@ -16,7 +16,7 @@ from torch import Tensor
 from merestone.layers.state import Field, StateViews
 from merestone.models.glm5_next_mtp import GROUP, Glm5NextMtp
 from merestone.models.interface import Model
-from merestone.spec.draw import draw
+from merestone.spec.draw import Draws
 from merestone.spec.interface import DraftGroup, DraftRows, Drafts
 
 MOST = 7
@@ -32,13 +32,17 @@ class _Observed:
 
 
 class MtpDrafter:
-    """A :class:`merestone.spec.interface.Drafter`. ``model`` embeds and reads out."""
+    """A :class:`merestone.spec.interface.Drafter`. ``model`` embeds and reads out. ``chances``: say
+    with which probabilities drafts are drawn."""
 
     lag = 1
     features: tuple[int, ...] = ()
 
-    def __init__(self, layer: Glm5NextMtp, model: Model, depth: int) -> None:
+    def __init__(
+        self, layer: Glm5NextMtp, model: Model, depth: int, *, chances: bool = False
+    ) -> None:
         assert 1 <= depth <= MOST, depth
+        self._chances = chances
         self._layer = layer
         self._model = model
         self.depth = depth
@@ -69,13 +73,14 @@ class MtpDrafter:
         assert isinstance(observed, _Observed)
         at = torch.tensor([c.row for c in wanting])
         hidden = observed.hidden[at]
-        ids = [draw(self._model.logits(hidden), wanting, 1)]
+        draws = Draws(wanting, self._chances)
+        ids = draws.draw(self._model.logits(hidden))
         if depth > 1:
             chosen = None if observed.chosen is None else observed.chosen[at]
             last = torch.tensor([c.position - 1 for c in wanting])
             tables = [c.pages[GROUP] for c in wanting]
             reach = self._layer.reach(last, tables, chosen, depth - 1, state)
-        while len(ids) < depth:
-            hidden = self._layer.recycle(self._model.embed(ids[-1]), hidden, reach)
-            ids.append(draw(self._model.logits(hidden), wanting, len(ids) + 1))
-        return Drafts(torch.stack(ids, 1))
+        while len(draws) < depth:
+            hidden = self._layer.recycle(self._model.embed(ids), hidden, reach)
+            ids = draws.draw(self._model.logits(hidden))
+        return draws.drafts()
