@@ -157,7 +157,7 @@ class StoringDevice(FakeDevice):
             cells = vault.cells.get(segment.address)
             if cells is None or _sum(cells) != wanted:
                 error = "missing" if cells is None else "damaged"
-                self._report(order.ticket, error=error, segment=segment.address)
+                self._report(order.ticket, error=error, broken=(segment.address,))
                 return
             found.append(cells)
         self.fetched[order.ticket] = found

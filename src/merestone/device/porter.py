@@ -154,6 +154,7 @@ class Porter:
         """Have every segment, checked, as the frame that it will be written to."""
         tier = self.tiers[order.tier]
         found: list[Bytes] = []
+        broken: dict[str, str] = {}
         for segment, wanted in zip(order.segments, order.sums[self.rank], strict=True):
             if order.ticket not in self.fetched:
                 break
@@ -164,7 +165,10 @@ class Porter:
                     "damaged" if checksum(data) != wanted else self._unpack(segment, data, found)
                 )
             if error:
-                return StoreReport(order.ticket, self.rank, error, segment=segment.address)
+                broken[segment.address] = error
+        if broken:
+            error = next(iter(broken.values()))
+            return StoreReport(order.ticket, self.rank, error, broken=tuple(broken))
         if order.ticket in self.fetched:
             self.fetched[order.ticket] = found
         return StoreReport(order.ticket, self.rank)

@@ -132,7 +132,7 @@ class StoreReport(Struct, frozen=True, array_like=True):
     """What became of one store order on one rank: ``error`` is a word, empty if it is done.
 
     ``sums`` and ``sizes`` are the checksums and bytes of an export's segments, in their order;
-    ``segment`` is the address of the one that an error is about, where it is about one.
+    ``broken`` are the addresses of those that an error is about, where it is about some.
     """
 
     ticket: int
@@ -140,7 +140,7 @@ class StoreReport(Struct, frozen=True, array_like=True):
     error: str = ""
     sums: tuple[bytes, ...] = ()
     sizes: tuple[int, ...] = ()
-    segment: str = ""
+    broken: tuple[str, ...] = ()
 
 
 class StepResult(Struct, frozen=True, array_like=True):

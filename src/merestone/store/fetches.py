@@ -169,7 +169,7 @@ class Fetches:
             fetching.stage = Stage.READY
             return
         self._fail(fetching, errors[0].error)
-        broken = [report.segment for report in errors if report.segment]
+        broken = [address for report in errors for address in report.broken]
         if not broken:
             desk.reads.note(errors[0].error, desk.now)
             return
