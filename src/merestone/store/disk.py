@@ -100,16 +100,22 @@ class DiskTier:
     # -- what was there -------------------------------------------------------------------------
 
     def manifests(self) -> Iterator[tuple[str, bytes]]:
-        found = []
-        for path in self.directory.glob("manifests/*/*.m"):
-            with suppress(OSError):
-                found.append((path.stat().st_mtime_ns, path))
+        found = [(path.stat().st_mtime_ns, path) for path in self._files("manifests")]
         for _, path in sorted(found):
             with suppress(OSError):
                 yield path.stem, path.read_bytes()
 
     def segments(self) -> dict[str, int]:
-        return {p.name: p.stat().st_size for p in self.directory.glob("segments/*/*")}
+        return {path.name: path.stat().st_size for path in self._files("segments")}
+
+    def _files(self, folder: str) -> Iterator[Path]:
+        """Files at the places of their names; any others are removed."""
+        for path in list(self.directory.glob(f"{folder}/*/*")):
+            if path == self._path(path.name):
+                yield path
+            else:
+                with suppress(OSError):
+                    path.unlink()
 
     def touch(self, address: str) -> None:
         with suppress(OSError):
