@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks.ranked import GenerateRequest, Waiting
 
 from engine.real import stream
 from merestone.engine.api import TokenEvent
@@ -16,6 +15,7 @@ from merestone.engine.engine import LocalEngine
 from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
+from processes.ranked import GenerateRequest, Waiting
 
 
 @pytest.fixture(scope="module")
