@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from gpu.machine import CUDA, GpuReal
-from gpu.test_thin import SPARSE, answer, prompt
+from gpu.test_thin import KIMI, SPARSE, answer, prompt
 from interpreted import order_dots
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.gpu import on_gpu
+from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import World
 from models.plain_loop import PlainLoop
@@ -19,21 +20,22 @@ from models.plain_loop import PlainLoop
 UNEVEN = dataclasses.replace(SPARSE, vocab_size=65)
 
 
-def share(world: World) -> Glm5Next:
-    tensors = dict(draw(UNEVEN, 0))
-    return Glm5Next(UNEVEN, tensors, torch.float32, world)
+def share(world: World, family: str) -> Glm5Next | KimiLinear:
+    if family == "kimi_linear":
+        return KimiLinear(KIMI, dict(draw(KIMI, 0)), torch.float32, world)
+    return Glm5Next(UNEVEN, dict(draw(UNEVEN, 0)), torch.float32, world)
 
 
-def answers(world: World, length: int) -> tuple[list, list, list[float]]:
+def answers(world: World, family: str, length: int) -> tuple[list, list, list[float]]:
     """The cold answer, that of a replay beside a mate, and how far the cold one's log
     probabilities are from those of the rank's CPU layers."""
     with pytest.MonkeyPatch.context() as patch:
         if not CUDA:
             order_dots(patch)
         ids = prompt(length, 3)
-        _, logits = PlainLoop(share(world)).generate(list(ids), 2)
-        model = on_gpu(share(world), world.device)
-        real = GpuReal(model, frames=300, max_running=2, token_budget=256)
+        _, logits = PlainLoop(share(world, family)).generate(list(ids), 2)
+        model = on_gpu(share(world, family), world.device)
+        real = GpuReal(model, page=16, frames=300, max_running=2, token_budget=256)
         cold = real.ask(ids, 2)
         replies = [real.send(ids, 2), real.send(prompt(3, 7), 1)]
         real.drain()

@@ -17,9 +17,13 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(ranks: Ranks) -> None:
-    """In fp32; the replay, beside a mate, has the bits of the cold answer, on both ranks."""
-    found = ranks.run(answers, 2, 1, 6, timeout_s=300.0)
+@pytest.mark.parametrize(("family", "length"), [("glm5_next", 14), ("kimi_linear", 7)])
+def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(
+    ranks: Ranks, family: str, length: int
+) -> None:
+    """In fp32; the replay, beside a mate, has the bits of the cold answer, on both ranks. Heads,
+    the vocabulary and tokens are shared."""
+    found = ranks.run(answers, 2, 2, family, length, timeout_s=300.0)
     cold, again, far = found[0]
     assert again == cold
     assert found[1][:2] == (cold, again)

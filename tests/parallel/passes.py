@@ -109,7 +109,6 @@ DRAFT = DFlashConfig(
     rms_eps=1e-5,
     rope_theta=10000.0,
     windows=(32, 32),
-    max_length=4096,
     block=4,
     mask_id=321,
     taps=(0, 2),

@@ -25,6 +25,7 @@ from merestone.ops.triton.norms import (
     swiglu,
 )
 from merestone.ops.triton.rows import Cells, Sequences
+from merestone.ops.triton.tokens import select_own
 
 LAUNCHES: dict[str, Callable[[int], None]] = {}
 
@@ -121,7 +122,8 @@ def sparse_index(rows: int) -> None:
     write_pools(keys, gates, raw, raw, positions, pools, tables, one, one, sequences(rows))
     q = torch.empty(rows, 32, 128, dtype=bf16)
     scores = pool_scores(q, weights, pools, tables, one, one, longest=512 * rows)
-    members(choose(scores, one, 512), one, 4, 2112)
+    tokens, _ = members(choose(scores, one, 512), one, 4, 2112)
+    select_own(tokens, one, run=4, ranks=2, rank=1)
 
 
 @launch

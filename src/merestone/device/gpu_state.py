@@ -24,7 +24,8 @@ class GpuState:
     """``frames`` frames and ``slots`` slots (and one more of each, for padding); implements
     ``layers.gpu.step.DeviceState``.
 
-    ``longest``: tokens that a page table covers. ``hidden``: size of a hidden row.
+    ``longest``: tokens that a page table covers. ``hidden``: size of a hidden row. ``rank``: as
+    :class:`merestone.device.arena.Arena` takes it.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class GpuState:
         hidden_dtype: torch.dtype,
         device: str,
         poison: bool = False,
+        rank: int = 0,
     ) -> None:
         self.layout = layout
         self.device = device
         self.padding_frame, self.padding_slot = frames, slots
         self.arena = Arena(
-            layout, fields, frames + 1, hidden_dtype=hidden_dtype, device=device, poison=poison
-        )
+            layout, fields, frames + 1, hidden_dtype=hidden_dtype, device=device, poison=poison,
+            rank=rank,
+        )  # fmt: skip
         self.ring = torch.zeros(slots + 1, RING, hidden, dtype=hidden_dtype, device=device)
         self._slot_fields = {
             (f.layer, f.name): torch.zeros(slots + 1, *f.shape, dtype=f.dtype, device=device)
@@ -59,11 +62,12 @@ class GpuState:
             self.ring.view(torch.uint8).view(slots + 1, RING, layout.hidden_bytes),
             {group.name: (group, self._regions(group.name)) for group in layout.groups},
             padding=(frames, slots),
+            rank=rank,
         )
 
     def _tables(self, slots: int, longest: int) -> None:
         """Page tables of all groups in one memory, so that one launch changes any of them."""
-        self.entries = {g.name: -(-longest // g.page) + 1 for g in self.layout.groups}
+        self.entries = {g.name: -(-longest // g.span) + 1 for g in self.layout.groups}
         self.first_entry: dict[str, int] = {}
         size = 0
         for name, entries in self.entries.items():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from merestone.device.gpu_state import GpuState
+from merestone.layers.gpu.ranks import hold
 from merestone.layers.gpu.step import Rebuild, Step
 from merestone.ops.triton.kda import Pass
 from merestone.ops.triton.rows import Sequences
@@ -223,7 +224,11 @@ class Tables:
             work=t["work"],
             split=self.split,
             longest=self.key.longest,
-        )
+            held=hold(
+                state.arena.shards("full"), t["row_position"], t["seen"], t["pools"][1],
+                self._pool, self.key.longest,
+            ),
+        )  # fmt: skip
 
 
 def rebuild_tables(works: Rows[Work], frames: int, state: GpuState) -> Rebuild:

@@ -264,8 +264,6 @@ def build_on(
     """
     if device == "cpu":
         return build_rank(model, options, drafter, world)
-    if world.dcp > 1:
-        raise ValueError(f"--dcp above 1 does not go with --device {options.device} yet")
     return build_gpu_rank(model, options, device, drafter)
 
 

@@ -74,6 +74,7 @@ def gpu_rank(placed: GpuModel, options: EngineOptions, device: str) -> tuple[Gpu
         chunk=CHUNK,
         page_multiple=info.page_multiple,
         full_page=options.page,
+        dcp=placed.world.dcp,
     )
     frames, notes = _frames(placed, layout, options, device)
     if placed.world.tp > 1:  # what is free differs a little; all ranks have as many
@@ -107,7 +108,7 @@ def _state(
     model: GpuModel, layout: Layout, options: EngineOptions, device: str, frames: int
 ) -> GpuState:
     info = model.info
-    full = next(group.page for group in layout.groups if group.name == "full")
+    full = next(group.span for group in layout.groups if group.name == "full")
     return GpuState(
         layout,
         fields(model),
@@ -119,6 +120,7 @@ def _state(
         hidden_dtype=info.dtype,
         device=device,
         poison=options.poison,
+        rank=model.world.neighbours.rank,
     )
 
 
@@ -150,8 +152,8 @@ def _measure(model: GpuModel, layout: Layout, options: EngineOptions, device: st
     torch.cuda.empty_cache()
     weights, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     # Page tables as long as the whole memory would allow.
-    most = free // layout.row_bytes["full"]
-    full = next(group.page for group in layout.groups if group.name == "full")
+    group = next(group for group in layout.groups if group.name == "full")
+    most, full = free // layout.row_bytes["full"] * group.shard, group.span
     probe = GpuState(
         layout,
         fields(model),

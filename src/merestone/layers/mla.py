@@ -71,7 +71,7 @@ class Indexer:
     def __init__(
         self, shape: MlaShape, layer: int, prefix: str, weights: Weights, homes: Homes
     ) -> None:
-        self._neighbours = weights.world.neighbours
+        self.neighbours = weights.world.neighbours
         self.shape = shape
         self.layer = layer
         self.homes = homes
@@ -144,7 +144,7 @@ class Indexer:
                     own = shards.rows(own * s.index_pool) // s.index_pool
                 block.put(best, own.view(*block.rows.shape, k))
         if values is not None:
-            every = join(values, self._neighbours), join(best, self._neighbours)
+            every = join(values, self.neighbours), join(best, self.neighbours)
             best = choose_candidates(*every, k)
         return best
 

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from merestone.layers.weights import Weights
 from merestone.ops.gemm import linear
+from merestone.parallel.tokens import join
 from merestone.parallel.world import World
 
 
@@ -43,5 +44,5 @@ class Vocabulary:
         if world.tp == 1:
             return own
         widest = world.widest(self.size)
-        parts = world.ranks.gather(pad(own, (0, widest - own.shape[1])))  # [tp, M, widest]
-        return parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.size].contiguous()
+        own = pad(own, (0, widest - own.shape[1]))
+        return join(own, world.ranks)[:, : self.size].contiguous()

@@ -30,8 +30,9 @@ Attention = GpuKda | GpuMla | GpuDenseMla
 
 
 class GpuModel(Protocol):
-    """A rank's share of a model, on a GPU. ``heads``: its own of latent attention, 0 without any;
-    ``pool``: tokens of a pool of the sparse index, 0 without an index."""
+    """A rank's share of a model, on a GPU. ``heads`` of latent attention that it computes (those of
+    all ranks with which it shares tokens), 0 without any; ``pool``: tokens of a pool of the sparse
+    index, 0 without an index."""
 
     info: ModelInfo
     world: World
@@ -116,7 +117,7 @@ class GpuGlm5Next:
         self.info = model.info
         self.pool = config.index_kpool
         self.world = model.vocabulary.world
-        self.heads = self.world.heads(config.num_heads, "latent attention")
+        self.heads = self.world.heads(config.num_heads, "latent attention") * self.world.dcp
         self._ends = GpuVocabulary(model.vocabulary, device)
         self._norm = model._norm.to(device)
         self.attention: list[Attention] = []
@@ -163,7 +164,7 @@ class GpuKimiLinear:
             norms = layer._input_norm.to(device), layer._mlp_norm.to(device)
             self._rest.append((*norms, gpu_mlp(layer._mlp, device)))
         dense = [layer for layer in self.attention if isinstance(layer, GpuDenseMla)]
-        self.heads = dense[0].shape.heads if dense else 0
+        self.heads = dense[0].shape.heads * self.world.dcp if dense else 0
 
     def forward(self, step: Step, state: DeviceState) -> Tensor:
         x = self._ends.embed(step.tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from merestone.layers.dense_mla import DenseMlaLayer
-from merestone.layers.gpu.ranks import summed_linear
+from merestone.layers.gpu.ranks import choose_of_all, merge_ranks, summed_linear
 from merestone.layers.gpu.step import DeviceState, Step
 from merestone.layers.mla import Indexer, MlaLayer
 from merestone.layers.state import Field
@@ -20,6 +20,8 @@ from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.norms import layer_norm, rms_norm
 from merestone.ops.triton.pages import write_rows
+from merestone.parallel.tokens import join
+from merestone.parallel.world import World
 
 _INDEX_EPS = 1e-6
 # Rows of the indexer's joint projection come in whole vectors.
@@ -34,6 +36,7 @@ class GpuIndexer:
     def __init__(self, indexer: Indexer, device: str) -> None:
         s = self.shape = indexer.shape
         self.layer = indexer.layer
+        self._neighbours = indexer.neighbours
         inputs = indexer._inputs.to(device)
         spare = -inputs.shape[0] % _VECTOR
         self._inputs = torch.cat([inputs, inputs.new_zeros(spare, s.hidden)])
@@ -47,7 +50,8 @@ class GpuIndexer:
         self, x: Tensor, residual: Tensor, step: Step, state: DeviceState
     ) -> tuple[Tensor, Tensor]:
         """Tokens chosen for each row, [N, width] int32, and how many [N]: x [N, hidden], residual
-        [N, q_rank]. Keeps the batch's raw rows and the pools they complete."""
+        [N, q_rank]. Keeps the batch's raw rows and the pools they complete. Where ranks share
+        tokens, those held here, as own rows."""
         s = self.shape
         raw, gate, weights, _ = torch.split(linear(x, self._inputs), self._splits, 1)
         key = layer_norm(raw, self._norm, self._shift, _INDEX_EPS)
@@ -60,9 +64,10 @@ class GpuIndexer:
         write_pools(
             key, gate, kept[0], kept[1], self._positions, pools, step.full_pages,
             step.pools[0], step.pools[1], step.sequences,
+            None if step.held is None else step.held.pools,
         )  # fmt: skip
         query = linear(residual, self._query).view(-1, s.index_heads, s.index_dim)
-        longest = step.longest // s.index_pool
+        longest = (step.longest if step.held is None else step.held.longest) // s.index_pool
         each = max(_MOST_SCORES // max(longest, 1), 1)
         chosen = [
             self._choose(query[at], weights[at], pools, step, at, longest)
@@ -77,13 +82,17 @@ class GpuIndexer:
         self, query: Tensor, weights: Tensor, pools: Tensor, step: Step, at: slice, longest: int
     ) -> tuple[Tensor, Tensor]:
         s = self.shape
+        held, k = step.held, s.index_topk // s.index_pool
         seen = step.seen[at]
-        complete = torch.div(seen, s.index_pool, rounding_mode="floor")
+        sees = seen if held is None else held.seen[at]
+        complete = torch.div(sees, s.index_pool, rounding_mode="floor")
         scores = pool_scores(
             query, weights, pools, step.full_pages, step.row_sequence[at], complete, longest=longest
         )
-        best = choose(scores, complete, s.index_topk // s.index_pool)
-        return members(best, seen, s.index_pool, s.width)
+        if held is None:
+            return members(choose(scores, complete, k), seen, s.index_pool, s.width)
+        best = choose_of_all(scores, complete, k, s.index_pool, held.shards, self._neighbours)
+        return held.select(*members(best, seen, s.index_pool, s.width))
 
 
 class GpuMla:
@@ -120,16 +129,16 @@ class GpuMla:
         residual = rms_norm(q, self._q_norm, s.rms_eps)
         pages = state.rows(self.layer, "latent")
         latent = rms_norm(kv, self._kv_norm, s.rms_eps)
-        write_rows(latent, pages, step.full_pages, step.row_sequence, step.row_position)
+        write_rows(latent, pages, step.full_pages, step.row_sequence, step.own_position)
         if self._indexer is not None:
             selection = self._indexer.forward(x, residual, step, state)
         assert selection is not None
         tokens, counts = selection
         query = linear(residual, self._query).view(-1, s.heads, s.key_dim)
         query = linear(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
-        mixed, _ = attend(
-            query, Keys(pages, step.full_pages), step.work, counts, s.key_dim**-0.5,
-            longest=s.width, split=step.split, selection=tokens,
+        mixed = attend_ranks(
+            query, Keys(pages, step.full_pages), step, counts, s.key_dim**-0.5, self._world,
+            longest=s.width, selection=tokens,
         )  # fmt: skip
         return summed_linear(spread(mixed, self._values), self._out, self._world), selection
 
@@ -157,16 +166,39 @@ class GpuDenseMla:
         q, kv, shared = torch.split(linear(x, self._inputs), self._splits, 1)
         pages = state.rows(self.layer, "latent")
         row = torch.cat([rms_norm(kv, self._norm, s.latent_eps), shared], 1)
-        write_rows(row, pages, step.full_pages, step.row_sequence, step.row_position)
+        write_rows(row, pages, step.full_pages, step.row_sequence, step.own_position)
         by_head = q.view(-1, s.heads, s.key_dim + s.shared_dim)
         own = linear(by_head[:, :, : s.key_dim].transpose(0, 1), self._absorb).transpose(0, 1)
         query = torch.cat([own, by_head[:, :, s.key_dim :]], 2)  # [N, H, kv_rank + shared_dim]
-        mixed, _ = attend(
-            query, Keys(pages, step.full_pages), step.work, step.seen, s.scale,
-            longest=step.longest, split=step.split,
-        )  # fmt: skip
+        held = step.held
+        seen, longest = (step.seen, step.longest) if held is None else (held.seen, held.longest)
+        mixed = attend_ranks(
+            query, Keys(pages, step.full_pages), step, seen, s.scale, self._world, longest=longest
+        )
         out = spread(mixed[:, :, : s.kv_rank], self._values)
         return summed_linear(out, self._out, self._world)
+
+
+def attend_ranks(
+    query: Tensor,
+    keys: Keys,
+    step: Step,
+    seen: Tensor,
+    scale: float,
+    world: World,
+    *,
+    longest: int,
+    selection: Tensor | None = None,
+) -> Tensor:
+    """:func:`merestone.ops.triton.attention.attend` for this rank's heads, in the query's dtype.
+    Where ranks share tokens, ``seen`` and ``selection`` are of those held here."""
+    together = step.held is not None
+    mixed, lse = attend(
+        join(query, world.neighbours) if together else query, keys, step.work, seen, scale,
+        longest=longest, split=step.split, selection=selection,
+        out_dtype=torch.float32 if together else None,
+    )  # fmt: skip
+    return merge_ranks(mixed, lse, world.neighbours, query.dtype) if together else mixed
 
 
 def absorbed(layer: MlaLayer | DenseMlaLayer, device: str) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,8 @@ class GpuMoe:
         ids, shares = route(
             x, self._router, self._bias, self._chosen, self._normalise, self._scaling
         )
-        out = experts(x, ids, shares, self._gate_up, self._down, self._limit)
         several = self._world.tp > 1
+        out = experts(x, ids, shares, self._gate_up, self._down, self._limit, partial=several)
         if self._shared is not None:
             out = out + (self._shared.partial(x) if several else self._shared.forward(x))
         return self._world.ranks.sum(out, x.dtype)

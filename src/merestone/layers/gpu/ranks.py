@@ -1,9 +1,12 @@
-"""What ranks share, on GPUs: products over a divided inner dimension, and the vocabulary.
+"""What ranks share, on GPUs: products over a divided inner dimension, the vocabulary, and the rows
+that attention reads.
 
-Knows worlds and their sums in rank order. One rank alone pays nothing.
+Knows worlds, tables and products. Must not know layers. One rank alone pays nothing.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +14,83 @@ from torch.nn.functional import pad
 
 from merestone.layers.vocabulary import Vocabulary
 from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.index import choose
+from merestone.ops.triton.tokens import select_own
+from merestone.parallel.group import Group
+from merestone.parallel.tokens import Shards, join, merge
 from merestone.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The part of a step that concerns the attention rows held here, int32 tables.
+
+    ``position`` [N]: which own row each row of the batch is, -1 if another rank holds it. ``seen``
+    [N]: own rows that it sees, at most ``longest``. ``pools`` [n]: which own pool each pool that
+    the step completes is, -1 if another's.
+    """
+
+    shards: Shards
+    position: Tensor
+    seen: Tensor
+    pools: Tensor
+    longest: int
+
+    def select(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """A selection ([R, width] and [R]) cut down to the tokens held here, as own rows."""
+        spec = self.shards.spec
+        return select_own(
+            tokens, counts, run=spec.interleave, ranks=spec.shard, rank=self.shards.rank
+        )
+
+
+def hold(
+    shards: Shards, position: Tensor, seen: Tensor, pools: Tensor, pool: int, longest: int
+) -> Held | None:
+    """Of rows at ``position`` [N] that see ``seen`` [N] <= ``longest``, and of ``pools`` [n] by
+    number (-1: none) of ``pool`` tokens; None where this rank holds every row."""
+    if shards.whole:
+        return None
+    first = pools * pool
+    own = shards.own(first) // pool if pool else pools
+    spec = shards.spec
+    rounds = -(-longest // (spec.interleave * spec.shard))
+    return Held(
+        shards,
+        torch.where(shards.mine(position), shards.own(position), -1),
+        shards.held(seen),
+        torch.where((pools >= 0) & shards.mine(first), own, -1),
+        rounds * spec.interleave,
+    )
+
+
+def choose_of_all(
+    scores: Tensor, complete: Tensor, k: int, pool: int, shards: Shards, group: Group
+) -> Tensor:
+    """The ``k`` best of all ranks' pools, [R, k] int32 ascending, from this rank's own scores [R,
+    P], of which the first ``complete`` [R] count. As :func:`merestone.ops.index.candidates`."""
+    best = choose(scores, complete, k)
+    real = torch.arange(k, device=best.device) < complete[:, None]
+    best = torch.where(real, best, 0)
+    damaged = best[:, :1] < 0
+    index = best.clamp(min=0)
+    values = torch.where(real, scores.gather(1, index.long()), float("-inf"))
+    values = torch.where(damaged, float("nan"), values)
+    names = shards.rows(index * pool) // pool
+    names = torch.where(real, names, torch.iinfo(torch.int32).max)
+    values, names = join(values, group), join(names, group)
+    # Numbers are distinct, but for those of nobody: any way of sorting gives this.
+    names, order = names.sort(1)
+    every = torch.full_like(complete, names.shape[1])
+    place = choose(values.gather(1, order).contiguous(), every, k)
+    found = names.gather(1, place.clamp(min=0).long())
+    return torch.where(place < 0, -1, found).contiguous()
+
+
+def merge_ranks(mixed: Tensor, lse: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """Parts of attention, mixed [N, size H, L] and lse [N, size H] fp32, of all ranks' heads over
+    this rank's rows -> [N, H, L] in ``dtype``, of this rank's heads over all."""
+    return merge(torch.cat([mixed, lse[:, :, None]], 2), group).to(dtype)
 
 
 def summed_linear(x: Tensor, weight: Tensor, world: World) -> Tensor:
@@ -53,5 +132,5 @@ class GpuVocabulary:
         if world.tp == 1:
             return own
         widest = world.widest(self._size)
-        parts = world.ranks.gather(pad(own, (0, widest - own.shape[1])))  # [tp, M, widest]
-        return parts.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self._size].contiguous()
+        own = pad(own, (0, widest - own.shape[1]))
+        return join(own, world.ranks)[:, : self._size].contiguous()

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from merestone.layers.gpu.ranks import Held
 from merestone.ops.triton.kda import Pass
 from merestone.ops.triton.rows import Cells, Sequences
 
@@ -42,7 +43,8 @@ class Step:
     ``advance_frames`` [S, n] (-1: none): where anchors stand after them all. ``pools``: sequence
     and number of each pool that the step completes, [2, n] (number -1: none). ``work``: items of
     attention, as :func:`merestone.ops.triton.attention.items` describes them, for ``split`` or not;
-    ``longest``: an upper bound of the tokens that a row sees.
+    ``longest``: an upper bound of the tokens that a row sees. ``held``: what differs where ranks
+    share tokens.
     """
 
     tokens: Tensor
@@ -60,6 +62,12 @@ class Step:
     work: Tensor
     split: bool
     longest: int
+    held: Held | None = None
+
+    @property
+    def own_position(self) -> Tensor:
+        """[N]: where a row goes among the attention rows held here, -1 if it does not."""
+        return self.row_position if self.held is None else self.held.position
 
 
 @dataclass(frozen=True, slots=True)

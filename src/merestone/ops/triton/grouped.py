@@ -236,9 +236,16 @@ def sort_by_expert(ids: Tensor, experts: int, dtype: torch.dtype) -> Sorted:
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, entries: Sorted, per_row: int, *, gather: bool
+    x: Tensor,
+    weight: Tensor,
+    entries: Sorted,
+    per_row: int,
+    *,
+    gather: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Each entry's row times the transpose of its expert's weight [E, N, K], in its dtype.
+    """Each entry's row times the transpose of its expert's weight [E, N, K], in ``out_dtype`` (the
+    weight's by default).
 
     ``gather``: x [T, K] are tokens, the result [n, N] is sorted by expert. Else x [n, K] is sorted
     and the result's row is its entry (token * per_row + choice).
@@ -248,7 +255,7 @@ def grouped_linear(
     assert x.stride(0) % 8 == weight.stride(1) % 8 == 0, "a row starts off the vector grid"
     # Rows are addressed by 32 bits (see segment_sum).
     assert x.shape[0] * x.stride(0) < 1 << 31, x.shape
-    out = torch.empty(count, n, dtype=weight.dtype, device=x.device)
+    out = torch.empty(count, n, dtype=out_dtype or weight.dtype, device=x.device)
     aligned(x, weight, out)
     if count:
         tile = entries.tile
@@ -263,17 +270,25 @@ def grouped_linear(
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float | None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    limit: float | None,
+    partial: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts, [T, D] fp32.
 
     x [T, D], ids [T, k] int32, weights [T, k] fp32, gate_up [E, 2 I, D] (gate rows first), down
-    [E, D, I].
+    [E, D, I]. ``partial``: these are parts of the inner width, so each expert's result is left in
+    fp32, to be summed.
     """
     rows, k = ids.shape
     entries = sort_by_expert(ids, down.shape[0], down.dtype)
     both = grouped_linear(x, gate_up, entries, k, gather=True)
-    results = grouped_linear(swiglu(both, limit), down, entries, k, gather=False)
+    wide = torch.float32 if partial else None
+    results = grouped_linear(swiglu(both, limit), down, entries, k, gather=False, out_dtype=wide)
     width = down.shape[1]
     out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     if rows:

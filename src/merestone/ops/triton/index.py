@@ -30,6 +30,7 @@ def _pool(
     out,
     pool_sequence,
     pool_number,
+    pool_own,
     first,
     row,
     open_pages,
@@ -50,8 +51,9 @@ def _pool(
     start = tl.load(first + sequence)
     column = tl.arange(0, DIM)
     member = tl.arange(0, SIZE)
-    # A negative number is padding: its "members" are nowhere, and nothing is stored.
-    exists = number >= 0
+    # Padding, or another rank's: its "members" are nowhere, and nothing is stored.
+    own = tl.load(pool_own + tl.program_id(0))
+    exists = own >= 0
     at = number * SIZE + member
     fresh = exists & (at >= start)
     stale = exists & (at < start)
@@ -70,8 +72,8 @@ def _pool(
     weights = tl.exp(logits - tl.max(logits, 0)[None, :])
     mixed = tl.sum(weights * key.to(tl.float32), 0) / tl.sum(weights, 0)
     pool_page = FULL_PAGE // SIZE
-    target = full_pages + sequence * full_entries + number // pool_page
-    to = tl.load(target, mask=exists, other=0).to(tl.int64) * out_frame + number % pool_page * DIM
+    target = full_pages + sequence * full_entries + own // pool_page
+    to = tl.load(target, mask=exists, other=0).to(tl.int64) * out_frame + own % pool_page * DIM
     tl.store(out + to + column, mixed.to(out.dtype.element_ty), mask=exists & (column < DIM))
 
 
@@ -210,9 +212,11 @@ def write_pools(
     pool_sequence: Tensor,
     pool_number: Tensor,
     sequences: Sequences,
+    pool_own: Tensor | None = None,
 ) -> None:
     """Write the keys of the pools that a step completes: n of them, by sequence and number (-1:
-    none, padding).
+    none, padding). ``pool_own`` [n]: their numbers in the pages, where those hold only some (-1:
+    not that one).
 
     Args:
         keys, gates: [N, D] the step's raw rows, of one stride. key_pages, gate_pages: [frames,
@@ -233,8 +237,8 @@ def write_pools(
         return
     _pool[(count,)](
         keys, gates, key_pages, gate_pages, positions, pool_pages, pool_sequence, pool_number,
-        sequences.first, sequences.row, sequences.open_pages, full_pages,
-        sequences.open_pages.shape[1], full_pages.shape[1],
+        pool_number if pool_own is None else pool_own, sequences.first, sequences.row,
+        sequences.open_pages, full_pages, sequences.open_pages.shape[1], full_pages.shape[1],
         keys.stride(0), key_pages.stride(0), pool_pages.stride(0),
         PAGE=key_pages.shape[1], FULL_PAGE=pool_pages.shape[1] * size, SIZE=size, DIM=dim,
         num_warps=1, enable_fp_fusion=False,
