@@ -57,9 +57,9 @@ def hold(
     rounds = -(-longest // (spec.interleave * spec.shard))
     return Held(
         shards,
-        torch.where(shards.mine(position), shards.own(position), -1),
+        shards.own(position).masked_fill(~shards.mine(position), -1),
         shards.held(seen),
-        torch.where((pools >= 0) & shards.mine(first), own, -1),
+        own.masked_fill((pools < 0) | ~shards.mine(first), -1),
         rounds * spec.interleave,
     )
 
@@ -70,21 +70,21 @@ def choose_of_all(
     """The ``k`` best of all ranks' pools, [R, k] int32 ascending, from this rank's own scores [R,
     P], of which the first ``complete`` [R] count. As :func:`merestone.ops.index.candidates`."""
     best = choose(scores, complete, k)
-    real = torch.arange(k, device=best.device) < complete[:, None]
-    best = torch.where(real, best, 0)
+    beyond = torch.arange(k, device=best.device) >= complete[:, None]
+    best = best.masked_fill(beyond, 0)
     damaged = best[:, :1] < 0
     index = best.clamp(min=0)
-    values = torch.where(real, scores.gather(1, index.long()), float("-inf"))
-    values = torch.where(damaged, float("nan"), values)
+    values = scores.gather(1, index.long()).masked_fill(beyond, float("-inf"))
+    values = values.masked_fill(damaged, float("nan"))
     names = shards.rows(index * pool) // pool
-    names = torch.where(real, names, torch.iinfo(torch.int32).max)
+    names = names.masked_fill(beyond, torch.iinfo(torch.int32).max)
     values, names = join(values, group), join(names, group)
     # Numbers are distinct, but for those of nobody: any way of sorting gives this.
     names, order = names.sort(1)
     every = torch.full_like(complete, names.shape[1])
     place = choose(values.gather(1, order).contiguous(), every, k)
     found = names.gather(1, place.clamp(min=0).long())
-    return torch.where(place < 0, -1, found).contiguous()
+    return found.masked_fill(place < 0, -1)
 
 
 def merge_ranks(mixed: Tensor, lse: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
