@@ -39,12 +39,12 @@ def tiny(dtype: str = "float32", index_topk: int = 512, family: str = "glm5_next
 class GpuReal(Real):
     """As :class:`engine.real.Real`, over the device path; answers are compared with a cold run."""
 
-    def __init__(self, model: GpuModel, **options) -> None:
+    def __init__(self, model: GpuModel, drafter=None, **options) -> None:
         options.setdefault("frames", 600)
         options.setdefault("poison", True)
         options.setdefault("graphs", False)
         chosen = EngineOptions(**options)
-        runner, facts = gpu_rank(model, chosen, DEVICE)
+        runner, facts = gpu_rank(model, chosen, DEVICE, drafter)
         self.engine = engine_over(runner, facts, chosen, "tiny")
         self.model = model
         self.count = 0

@@ -10,14 +10,19 @@ from merestone.engine.build import EngineOptions, build_engine, resolve_device
 GIB = 1 << 30
 
 
+def rank(options: EngineOptions) -> gpu._Rank:
+    """Of frames of 1 MiB, on a device that nobody touches."""
+    layout = type("Layout", (), {"frame_bytes": 1 << 20})()
+    return gpu._Rank(None, layout, options, "cuda", None)
+
+
 def test_too_little_memory_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gpu._Sizes(
         free=20 * GIB, weights=96 * GIB, slots=6 * GIB, workspace=9 * GIB, graphs=4 * GIB
     )
     monkeypatch.setattr(gpu, "_measure", lambda *args: sizes)
-    layout = type("Layout", (), {"frame_bytes": 1 << 20})()
     with pytest.raises(ValueError, match=r"20\.00 GiB free") as caught:
-        gpu._frames(None, layout, EngineOptions(device="cuda"), "cuda")
+        gpu._frames(rank(EngineOptions(device="cuda")))
     words = str(caught.value)
     for part in ("weights 96.00", "slots 6.00", "workspace 9.00", "graphs 4.00", "--token-budget"):
         assert part in words
@@ -27,13 +32,12 @@ def test_too_little_memory_names_everything(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_left_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gpu._Sizes(free=30 * GIB, weights=GIB, slots=GIB, workspace=2 * GIB, graphs=GIB)
     monkeypatch.setattr(gpu, "_measure", lambda *args: sizes)
-    layout = type("Layout", (), {"frame_bytes": 1 << 20})()
-    frames, notes = gpu._frames(None, layout, EngineOptions(), "cuda")
+    frames, notes = gpu._frames(rank(EngineOptions()))
     assert frames == (30 - 1 - 2 - 1 - 1) * 1024
     assert "pool 25.00 GiB" in notes[0]
     # What was asked for is not measured.
-    assert gpu._frames(None, layout, EngineOptions(frames=7), "cuda") == (7, [])
-    assert gpu._frames(None, layout, EngineOptions(memory=5 << 20), "cuda") == (5, [])
+    assert gpu._frames(rank(EngineOptions(frames=7))) == (7, [])
+    assert gpu._frames(rank(EngineOptions(memory=5 << 20))) == (5, [])
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps"])

@@ -36,6 +36,7 @@ class Drafting:
     def __init__(self, drafter: Drafter, state: StateViews, chunk: int) -> None:
         assert not (drafter.lag and drafter.features), "features of a row that came before"
         self.drafter = drafter
+        self.groups = tuple(group.name for group in drafter.groups)
         self._state = state
         self._chunk = chunk
 

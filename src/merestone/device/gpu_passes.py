@@ -60,28 +60,49 @@ class Sampled:
     bad: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a pass leaves until the next one: hidden rows [N, D] after the final norm, and those of
+    the residual after each tapped layer."""
+
+    hidden: Tensor
+    features: dict[int, Tensor]
+
+
 class Passes:
-    """``graphs``: replay what fits one. ``rows`` of a step and ``slots`` at most."""
+    """``graphs``: replay what fits one. ``rows`` of a step and ``slots`` at most; ``drafts`` that a
+    sequence may have verified in a step; ``taps``: layers whose residuals a drafter reads."""
 
     def __init__(
-        self, model: GpuModel, state: GpuState, *, rows: int, slots: int, graphs: bool
+        self,
+        model: GpuModel,
+        state: GpuState,
+        *,
+        rows: int,
+        slots: int,
+        graphs: bool,
+        drafts: int = 0,
+        taps: tuple[int, ...] = (),
     ) -> None:
         self._model, self._state = model, state
         self._slots = slots
+        self._each = drafts + 1
+        self._taps = taps
         self._graphs = graphs
         self._tables: dict[Key, Tables] = {}
-        self._forwards: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._forwards: dict[Key, tuple[torch.cuda.CUDAGraph, Passed]] = {}
         self._samples: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self.graph_bytes = 0
-        most = bucket(rows, MIXED) or rows
+        most = max(bucket(rows, MIXED) or rows, slots * self._each)
         size = self._of(Key(most, slots, SHORTEST, True)).size
         pinned = state.device != "cpu"
         self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
-        self._host_rows = torch.empty(slots, dtype=torch.int32, pin_memory=pinned)
-        self._sample_rows = torch.zeros(slots, dtype=torch.int32, device=state.device)
-        self._found = torch.zeros(2, slots, dtype=torch.int32, device=state.device)
+        sampled = slots * self._each
+        self._host_rows = torch.empty(sampled, dtype=torch.int32, pin_memory=pinned)
+        self._sample_rows = torch.zeros(sampled, dtype=torch.int32, device=state.device)
+        self._found = torch.zeros(2, sampled, dtype=torch.int32, device=state.device)
 
     def _of(self, key: Key) -> Tables:
         if key not in self._tables:
@@ -93,18 +114,17 @@ class Passes:
 
     # -- the forward pass -----------------------------------------------------------------------
 
-    def forward(self, works: Sequence[Work]) -> Tensor:
-        """Compute all rows of ``works``; their hidden rows, [N, D] (valid until the next pass)."""
-        rows = sum(work.end - work.start for work in works)
-        key, graphed = self._key(rows, len(works), max(work.end for work in works))
+    def forward(self, works: Sequence[Work]) -> Passed:
+        """Compute all rows of ``works``, one after another."""
+        key, graphed = self._key_of(works)
         if graphed and key not in self._forwards:
             self._capture_forward(key)
         tables = self._fill(key, works)
         if not graphed:
             return self._compute(tables)
-        graph, hidden = self._forwards[key]
+        graph, passed = self._forwards[key]
         graph.replay()
-        return hidden
+        return passed
 
     def _fill(self, key: Key, works: Sequence[Work]) -> Tables:
         tables = self._of(key)
@@ -113,24 +133,32 @@ class Passes:
         self._buffer[: tables.size].copy_(self._host[: tables.size], non_blocking=True)
         return tables
 
-    def _key(self, rows: int, sequences: int, longest: int) -> tuple[Key, bool]:
+    def _key_of(self, works: Sequence[Work]) -> tuple[Key, bool]:
         """The key of a step, and whether it is that of a graph."""
-        sees = _sees(longest)
-        if self._graphs and rows == sequences:
-            size = bucket(rows, ladder(self._slots))
-            assert size is not None, (rows, self._slots)
-            return Key(size, size, sees, False), True
+        lengths = [work.end - work.start for work in works]
+        rows, most = sum(lengths), max(lengths)
+        sees = _sees(max(work.end for work in works))
+        if not self._graphs:
+            return Key(rows, len(works), sees, most > 1), False
+        if most <= self._each:
+            # Decoding, and verification with as many rows for each as it may have.
+            return self._small_key(len(works), 1 if most == 1 else self._each, sees), True
         size = bucket(rows, MIXED)
-        if self._graphs and size is not None:
+        if size is not None:
             return Key(size, self._slots, sees, True), True
-        return Key(rows, sequences, sees, rows != sequences), False
+        return Key(rows, len(works), sees, True), False
 
-    def _compute(self, tables: Tables) -> Tensor:
+    def _small_key(self, sequences: int, each: int, sees: int) -> Key:
+        size = bucket(sequences, ladder(self._slots))
+        assert size is not None, (sequences, self._slots)
+        return Key(size * each, size, sees, False)
+
+    def _compute(self, tables: Tables) -> Passed:
         state = self._state
         step = tables.step(self._buffer[: tables.size], state)
-        hidden = self._model.forward(step, state)
+        hidden, features = self._model.forward(step, state, self._taps)
         write_ring(hidden, state.ring, step.row_sequence, step.row_position, step.slot, step.floor)
-        return hidden
+        return Passed(hidden, features)
 
     # -- the rows that are sampled from ---------------------------------------------------------
 
@@ -139,7 +167,7 @@ class Passes:
         count = len(rows)
         size = count
         if self._graphs:
-            size = bucket(count, ladder(self._slots)) or count
+            size = bucket(count, ladder(self._slots * self._each)) or count
             if size not in self._samples:
                 self._capture_sample(size)
         host: Ints = self._host_rows.numpy()
@@ -164,10 +192,14 @@ class Passes:
     # -- graphs ---------------------------------------------------------------------------------
 
     def capture_ladder(self) -> None:
-        """Capture the graphs of decoding in short contexts, the largest (whose memory the others
-        share) first."""
-        for size in reversed(ladder(self._slots) if self._graphs else []):
-            self._capture_forward(self._key(size, size, 1)[0])
+        """Capture the graphs of decoding and verification in short contexts, the largest (whose
+        memory the others share) first."""
+        if not self._graphs:
+            return
+        for each in sorted({1, self._each}, reverse=True):
+            for size in reversed(ladder(self._slots)):
+                self._capture_forward(self._small_key(size, each, SHORTEST))
+        for size in reversed(ladder(self._slots * self._each)):
             self._capture_sample(size)
 
     def measure(self, rows: int, longest: int) -> int:
@@ -176,9 +208,10 @@ class Passes:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
         sees = _sees(longest)
-        for key in (Key(rows, self._slots, sees, True), Key(self._slots, self._slots, sees, False)):
+        small = Key(self._slots * self._each, self._slots, sees, False)
+        for key in (Key(rows, self._slots, sees, True), small):
             self._compute(self._fill(key, ()))
-        self._judge(self._slots)
+        self._judge(self._slots * self._each)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_reserved() - before
 

@@ -8,73 +8,44 @@ computed; rows of logits come to the host only where a request asks for more tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from merestone.core.orders import Order, PageDelta, SaveHidden
-from merestone.device.gpu_passes import Passes, Sampled, rows_of
+from merestone.device.drafting import Drafting, Drawn
+from merestone.device.gpu_passes import Passed, Passes, rows_of
+from merestone.device.gpu_sampling import GpuSlot, Sampling
 from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import rebuild_tables
 from merestone.device.porter import Porter
+from merestone.device.slots import Slot
+from merestone.layers.state import Batch
 from merestone.models.gpu import GpuModel, rebuild
-from merestone.ops.sampler import logprob, penalised, plain_greedy, sample
-from merestone.ops.triton.draw import draw, draws
+from merestone.models.interface import CHUNK
+from merestone.ops.sampler import logprob
 from merestone.ops.triton.judge import bad_anchors, bad_rows
 from merestone.ops.triton.pages import set_entries
-from merestone.sched.plan import (
-    Admit,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-    Work,
-    WorkResult,
-)
+from merestone.sched.plan import Admit, StepPlan, StepResult, TokenLogprob, Work, WorkResult
+from merestone.spec.interface import Drafter
 
 LOGIT_ROWS = 64
 """Prompt rows whose logits exist at once."""
 
 
-def drawable(params: SamplingParams) -> bool:
-    """Can the device draw the token by itself? Not where tokens so far change the logits."""
-    return params.temperature > 0.0 and not (
-        params.logit_bias or params.banned or penalised(params)
-    )
-
-
-@dataclass(slots=True)
-class GpuSlot:
-    """The host's part of a slot. ``cached``: up to which position the recurrent layers' caches of
-    open rows are good; a slot starts with none."""
-
-    tokens: tuple[int, ...]
-    prompt: int
-    choice: int
-    params: SamplingParams
-    output: list[int] = field(default_factory=list)
-    cached: int = 0
-
-    @classmethod
-    def admit(cls, admit: Admit) -> GpuSlot:
-        return cls(admit.tokens, admit.prompt, admit.choice, admit.params)
-
-    def history(self) -> tuple[Tensor, Tensor]:
-        """Ids of the prompt, and of what follows it, int64."""
-        later = [*self.tokens[self.prompt :], *self.output]
-        return torch.tensor(self.tokens[: self.prompt]), torch.tensor(later, dtype=torch.int64)
-
-
 class GpuRunner:
-    """Executes plans on one GPU, one after another."""
+    """Executes plans on one GPU, one after another. Without ``drafter`` no plan has drafts."""
 
-    def __init__(self, model: GpuModel, state: GpuState, passes: Passes) -> None:
+    def __init__(
+        self, model: GpuModel, state: GpuState, passes: Passes, drafter: Drafter | None = None
+    ) -> None:
         self.model, self.state, self.passes = model, state, passes
         self.arena = state.arena
         self.porter: Porter | None = None
         self.slots: dict[int, GpuSlot] = {}
+        self.drafting = Drafting(drafter, state.arena, CHUNK) if drafter else None
         self._states = state.states()
         self._nothing = torch.zeros(1, dtype=torch.int32, device=state.device)
 
@@ -84,19 +55,18 @@ class GpuRunner:
         for slot in plan.frees:
             self.slots.pop(slot, None)
         for admit in plan.admits:
-            self.slots[admit.slot] = GpuSlot.admit(admit)
+            self.slots[admit.slot] = self._admit(admit)
         self._bind(plan)
         self._copy(plan.before)
-        computed = [work for work in plan.works if work.start < work.end]
-        scored = self._forward(computed)
+        computed = [self._with_drafts(work) for work in plan.works if work.start < work.end]
+        self._remember(computed)
+        passed = self._forward(computed)
+        scored = self._score_prompts(computed, passed)
         moved = [work for work in computed if work.advance_frames]
         verdicts += [self._judge_anchors(moved), self._copy(plan.after)]
-        sampling = [work for work in plan.works if work.sample]
-        sampled = (
-            self.passes.sample([(work.slot, work.end) for work in sampling]) if sampling else None
-        )
-        if sampled is not None:
-            verdicts += [sampled.ids, sampled.bad, self._drawn(sampling, sampled)]
+        sampling = Sampling([work for work in plan.works if work.sample], self.slots)
+        if sampling.rows:
+            verdicts += sampling.launch(self.passes.sample(sampling.rows))
         # The one wait of a step; without a verdict, too, or its buffers would be written again.
         verdicts.append(self._nothing)
         found = torch.cat(verdicts).tolist()[:-1]
@@ -107,12 +77,19 @@ class GpuRunner:
             for order, bad in zip((*plan.saves, *plan.after), (*saves, *after), strict=True)
             if bad
         ]
-        tokens: dict[int, WorkResult] = {}
-        if sampled is not None:
-            tokens = self._draw(sampling, sampled, rest, bad_slots)
-        results = tuple(self._result(work, tokens, scored) for work in plan.works)
+        tokens = sampling.results(rest, bad_slots)
+        results = tuple(_result(work, tokens, scored) for work in plan.works)
+        self._draft(plan.works, results, passed, bad_slots)
         reports = self.porter.obey(plan.stores) if self.porter else ()
         return StepResult(plan.step, results, tuple(bad_saves), tuple(sorted(bad_slots)), reports)
+
+    def _admit(self, admit: Admit) -> GpuSlot:
+        slot = GpuSlot.admit(admit)
+        if self.drafting:
+            own = tuple(d for d in admit.pages if d.group in self.drafting.groups)
+            with torch.device(self.state.device):
+                slot.drafted = Slot.admit(replace(admit, pages=own), self.drafting.groups)
+        return slot
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -139,6 +116,12 @@ class GpuRunner:
             self._collect(admit.slot, admit.pages, changed)
         for work in plan.works:
             self._collect(work.slot, work.pages, changed)
+            drafted = self.slots[work.slot].drafted
+            if drafted is not None:
+                with torch.device(self.state.device):
+                    for delta in work.pages:
+                        if delta.group in drafted.tables:
+                            drafted.bind(delta)
         if changed:
             both = np.array([list(changed), list(changed.values())], np.int32)
             at, values = self._device(both)
@@ -154,21 +137,37 @@ class GpuRunner:
 
     # -- the pass -------------------------------------------------------------------------------
 
-    def _forward(self, works: Sequence[Work]) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Compute all rows; log probabilities of prompt ids where a work asks for them."""
+    def _with_drafts(self, work: Work) -> Work:
+        """``work`` as the pass computes it: with rows for its drafts."""
+        if not work.drafts:
+            return work
+        drafts = tuple(self.slots[work.slot].drafts[: work.drafts])
+        return replace(work, end=work.end + work.drafts, tokens=(*work.tokens, *drafts))
+
+    def _forward(self, works: Sequence[Work]) -> Passed | None:
+        """Compute all rows."""
         if not works:
-            return {}
+            return None
         stale = [w for w in works if w.start > max(w.anchor, self.slots[w.slot].cached)]
         if stale:
             frames = self.state.layout.anchor_frames
             rebuild(self.model, rebuild_tables(stale, frames, self.state), self.state)
-        hidden = self.passes.forward(works)
-        scored = {}
-        for work, row in zip(works, rows_of(works), strict=True):
+        passed = self.passes.forward(works)
+        for work in works:
             self.slots[work.slot].cached = work.end
-            if work.prompt_logprobs is not None:
-                scored[work.slot] = self._score(hidden[row : row + len(work.targets)], work)
-        return scored
+        return passed
+
+    def _score_prompts(
+        self, works: Sequence[Work], passed: Passed | None
+    ) -> dict[int, tuple[TokenLogprob, ...]]:
+        """Log probabilities of prompt ids, where a work asks for them."""
+        if passed is None:
+            return {}
+        return {
+            work.slot: self._score(passed.hidden[row : row + len(work.targets)], work)
+            for work, row in zip(works, rows_of(works), strict=True)
+            if work.prompt_logprobs is not None
+        }
 
     def _score(self, hidden: Tensor, work: Work) -> tuple[TokenLogprob, ...]:
         """Log probabilities of the given next ids, a block of rows at a time."""
@@ -189,62 +188,52 @@ class GpuRunner:
             bad_anchors(*self._states, self._device(frames), bad)
         return bad
 
-    # -- sampling -------------------------------------------------------------------------------
+    # -- drafting -------------------------------------------------------------------------------
 
-    def _drawn(self, works: Sequence[Work], sampled: Sampled) -> Tensor:
-        """Tokens of the works whose noise and cuts the device can do, in their order."""
-        wanted = [
-            (index, self.slots[work.slot].params, work.end, self.slots[work.slot].choice)
-            for index, work in enumerate(works)
-            if drawable(self.slots[work.slot].params)
-        ]
-        if not wanted:
-            return sampled.ids[:0]
-        return draw(sampled.logits, draws(wanted, sampled.logits.shape[1]))
+    def _remember(self, works: Sequence[Work]) -> None:
+        """Keep the hidden row before each work: a drafter that lags reads it after the pass."""
+        if self.drafting is None:
+            return
+        for work in works:
+            drafted = self.slots[work.slot].drafted
+            if drafted is not None and work.start > 0:
+                drafted.before = self.state.ring[work.slot, (work.start - 1) % RING].clone()
 
-    def _draw(
-        self, works: Sequence[Work], sampled: Sampled, found: Sequence[int], bad: set[int]
-    ) -> dict[int, WorkResult]:
-        """The token of each work; ``found``: best ids, then 1 where logits are not finite, then
-        the tokens that were drawn."""
-        results: dict[int, WorkResult] = {}
-        drawn = iter(found[2 * len(works) :])
-        for index, work in enumerate(works):
-            params = self.slots[work.slot].params
-            token = next(drawn) if drawable(params) else found[index]
-            if found[len(works) + index]:
-                bad.add(work.slot)
-                continue
-            slot, wanted = self.slots[work.slot], params.logprobs
-            here = plain_greedy(params) or drawable(params)
-            entries: tuple[TokenLogprob, ...] = ()
-            if not here or wanted is not None:
-                row = sampled.logits[index].cpu()
-                if not here:
-                    token = self._sample(row, slot, work.end)
-                if wanted is not None:
-                    entries = (logprob(row, token, wanted),)
-            slot.output.append(token)
-            results[work.slot] = WorkResult(work.slot, (token,), entries)
-        return results
+    def _draft(
+        self,
+        works: Sequence[Work],
+        results: Sequence[WorkResult],
+        passed: Passed | None,
+        bad: set[int],
+    ) -> None:
+        """Let the drafter see what the step committed, and propose."""
+        if self.drafting is None:
+            return
+        drawn = []
+        row = 0
+        for work, result in zip(works, results, strict=True):
+            drafted = self.slots[work.slot].drafted
+            if work.slot not in bad and drafted is not None:
+                committed = work.end + max(0, len(result.tokens) - 1)
+                proposing = bool(result.tokens) and work.propose > 0
+                drawn.append(Drawn(work, drafted, row, committed, proposing))
+            row += work.end + work.drafts - work.start if work.start < work.end else 0
+        none = torch.zeros(0, dtype=torch.int64)
+        batch = Batch(none, none, (), CHUNK, {}, features=passed.features if passed else {})
+        hidden = passed.hidden if passed else self.state.ring[0, :0]
+        with torch.device(self.state.device):
+            self.drafting.step(drawn, batch, hidden)
 
-    @staticmethod
-    def _sample(row: Tensor, slot: GpuSlot, position: int) -> int:
-        prompt, output = slot.history()
-        return sample(
-            row, slot.params, prompt=prompt, output=output, position=position, choice=slot.choice
-        )
 
-    @staticmethod
-    def _result(
-        work: Work,
-        tokens: dict[int, WorkResult],
-        scored: dict[int, tuple[TokenLogprob, ...]],
-    ) -> WorkResult:
-        result = tokens.get(work.slot, WorkResult(work.slot))
-        if work.slot not in scored:
-            return result
-        return WorkResult(work.slot, result.tokens, result.logprobs, scored[work.slot])
+def _result(
+    work: Work,
+    tokens: dict[int, WorkResult],
+    scored: dict[int, tuple[TokenLogprob, ...]],
+) -> WorkResult:
+    result = tokens.get(work.slot, WorkResult(work.slot))
+    if work.slot not in scored:
+        return result
+    return WorkResult(work.slot, result.tokens, result.logprobs, scored[work.slot])
 
 
 def _cut(values: list[int], *lengths: int) -> list[list[int]]:

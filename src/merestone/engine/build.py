@@ -116,8 +116,9 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
         return _over_ranks(directory, options, name)
     set_threads(directory, options)
     weights = weights_of(directory, options) if options.stores else ""
-    model = load(directory, options, World(device=resolve_device(options.device)))
-    drafter = load_draft(directory, options, model)
+    world = World(device=resolve_device(options.device))
+    model = load(directory, options, world)
+    drafter = load_draft(directory, options, model, world)
     return assemble(model, options, name, drafter, weights)
 
 
@@ -147,8 +148,14 @@ def load(directory: Path, options: EngineOptions, world: World = SINGLE) -> Mode
 def load_draft(
     directory: Path, options: EngineOptions, model: Model, world: World = SINGLE
 ) -> Drafter | None:
-    """The drafter that ``options`` name, or a rank's share of it."""
+    """The drafter that ``options`` name, or a rank's share of it.
+
+    Raises:
+        ValueError: it does not run on the device, or does not fit the model.
+    """
     speculation = speculation_of(options)
+    if speculation.kind != "none" and world.device != "cpu":
+        raise ValueError(f"--speculate {options.speculate}: drafters run on --device cpu only")
     return load_drafter(speculation, options.draft, directory, model, options.load_format, world)
 
 
@@ -272,10 +279,8 @@ def build_gpu_rank(
 ) -> tuple[StoringDevice, Facts]:
     """The doing side of one rank on a GPU. Needs Triton, which an installation for the CPU does not
     have, hence the late import."""
-    if drafter is not None:
-        raise ValueError(f"--speculate does not go with --device {device} yet")
     built: tuple[StoringDevice, Facts] = import_module("merestone.engine.gpu").build_gpu_rank(
-        model, options, device
+        model, options, device, drafter
     )
     return built
 

@@ -17,6 +17,7 @@ from merestone.engine.build import CPU_MEMORY, EngineOptions
 from merestone.engine.facts import Facts
 from merestone.models.gpu import GpuModel, fields, on_gpu, slot_fields
 from merestone.models.interface import CHUNK, Model
+from merestone.spec.interface import Drafter
 
 MARGIN = 1 << 30
 """Bytes that are left to the driver, to libraries and to fragmentation."""
@@ -51,7 +52,9 @@ class _Sizes:
         return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
 
 
-def build_gpu_rank(model: Model, options: EngineOptions, device: str) -> tuple[GpuRunner, Facts]:
+def build_gpu_rank(
+    model: Model, options: EngineOptions, device: str, drafter: Drafter | None = None
+) -> tuple[GpuRunner, Facts]:
     """The doing side of one rank on ``device``. Takes the CPU model's weights away.
 
     Raises:
@@ -61,29 +64,34 @@ def build_gpu_rank(model: Model, options: EngineOptions, device: str) -> tuple[G
         placed = on_gpu(model, device)
     except torch.OutOfMemoryError as error:
         raise ValueError(f"--device {device}: the weights do not fit: {_first(error)}") from error
-    return gpu_rank(placed, options, device)
+    return gpu_rank(placed, options, device, drafter)
 
 
-def gpu_rank(placed: GpuModel, options: EngineOptions, device: str) -> tuple[GpuRunner, Facts]:
+def gpu_rank(
+    placed: GpuModel, options: EngineOptions, device: str, drafter: Drafter | None = None
+) -> tuple[GpuRunner, Facts]:
     """Layout, arena, slots and runner around a model that is on ``device``. Raises ValueError."""
     info = placed.info
     graphs = options.graphs and device != "cpu" and not placed.world.ranks.staged
+    own = fields(placed) + (drafter.fields() if drafter else ())
     layout = plan_layout(
-        fields(placed),
+        own,
         hidden_bytes=info.hidden_size * info.dtype.itemsize,
         chunk=CHUNK,
         page_multiple=info.page_multiple,
         full_page=options.page,
         dcp=placed.world.dcp,
+        draft_groups=drafter.groups if drafter else (),
+        lag=drafter.lag if drafter else 0,
     )
-    frames, notes = _frames(placed, layout, options, device)
+    rank = _Rank(placed, layout, options, device, drafter)
+    frames, notes = _frames(rank)
     if placed.world.tp > 1:  # what is free differs a little; all ranks have as many
         mine = torch.tensor([frames], device=device)
         frames = int(placed.world.ranks.gather(mine).min())
-    state = _state(placed, layout, options, device, frames)
-    passes = Passes(
-        placed, state, rows=options.token_budget, slots=options.max_running, graphs=graphs
-    )
+    full = next(group.span for group in layout.groups if group.name == "full")
+    state = rank.state(frames, frames * full, options.poison)
+    passes = rank.passes(state, graphs)
     passes.capture_ladder()
     if graphs:
         notes.append(f"decoding graphs {passes.graph_bytes / 2**20:,.0f} MiB")
@@ -99,81 +107,88 @@ def gpu_rank(placed: GpuModel, options: EngineOptions, device: str) -> tuple[Gpu
         anchor_frames=layout.anchor_frames,
         hidden_rows=layout.hidden_rows,
         notes=(*layout.explain(), *notes),
-        layout=repr(fields(placed)),
+        drafts=drafter.depth if drafter else 0,
+        layout=repr(own),
     )
-    return GpuRunner(placed, state, passes), facts
+    return GpuRunner(placed, state, passes, drafter), facts
 
 
-def _state(
-    model: GpuModel, layout: Layout, options: EngineOptions, device: str, frames: int
-) -> GpuState:
-    info = model.info
-    full = next(group.span for group in layout.groups if group.name == "full")
-    return GpuState(
-        layout,
-        fields(model),
-        slot_fields(model),
-        frames=frames,
-        slots=options.max_running,
-        longest=min(info.max_length, frames * full) + SHARED_ENTRIES,
-        hidden=info.hidden_size,
-        hidden_dtype=info.dtype,
-        device=device,
-        poison=options.poison,
-        rank=model.world.neighbours.rank,
-    )
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What the parts of one rank are made of."""
+
+    model: GpuModel
+    layout: Layout
+    options: EngineOptions
+    device: str
+    drafter: Drafter | None
+
+    def state(self, frames: int, longest: int, poison: bool = False) -> GpuState:
+        """An arena and slots; ``longest``: tokens that may lie in it."""
+        info = self.model.info
+        return GpuState(
+            self.layout,
+            fields(self.model) + (self.drafter.fields() if self.drafter else ()),
+            slot_fields(self.model),
+            frames=frames,
+            slots=self.options.max_running,
+            longest=min(info.max_length, longest) + SHARED_ENTRIES,
+            hidden=info.hidden_size,
+            hidden_dtype=info.dtype,
+            device=self.device,
+            poison=poison,
+            rank=self.model.world.neighbours.rank,
+        )
+
+    def passes(self, state: GpuState, graphs: bool) -> Passes:
+        return Passes(
+            self.model,
+            state,
+            rows=self.options.token_budget,
+            slots=self.options.max_running,
+            graphs=graphs,
+            drafts=self.drafter.depth if self.drafter else 0,
+            taps=self.drafter.features if self.drafter else (),
+        )
 
 
-def _frames(
-    model: GpuModel, layout: Layout, options: EngineOptions, device: str
-) -> tuple[int, list[str]]:
+def _frames(rank: _Rank) -> tuple[int, list[str]]:
     """Frames of the pool, as asked for or as measured, and lines for the log."""
-    if options.frames is not None or options.memory is not None or device == "cpu":
+    options, frame_bytes = rank.options, rank.layout.frame_bytes
+    if options.frames is not None or options.memory is not None or rank.device == "cpu":
         memory = options.memory or CPU_MEMORY
-        return options.frames or memory // layout.frame_bytes, []
+        return options.frames or memory // frame_bytes, []
     try:
-        sizes = _measure(model, layout, options, device)
+        sizes = _measure(rank)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"--token-budget {options.token_budget}, --max-running {options.max_running}: a step"
             f" does not fit beside the weights: {_first(error)}"
         ) from error
-    frames = sizes.left // layout.frame_bytes
+    frames = sizes.left // frame_bytes
     if frames < 2:
         raise ValueError(
-            f"--device {device}: nothing is left for the pool of {sizes.free / 2**30:.2f} GiB free"
-            f" beside the weights: {sizes.words()}; lower --token-budget or --max-running"
+            f"--device {rank.device}: nothing is left for the pool of {sizes.free / 2**30:.2f} GiB"
+            f" free beside the weights: {sizes.words()}; lower --token-budget or --max-running"
         )
     return frames, [f"memory: {sizes.words()}, pool {sizes.left / 2**30:.2f} GiB"]
 
 
-def _measure(model: GpuModel, layout: Layout, options: EngineOptions, device: str) -> _Sizes:
+def _measure(rank: _Rank) -> _Sizes:
     """Run the largest steps on padding alone, with a pool of almost nothing."""
     torch.cuda.empty_cache()
     weights, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     # Page tables as long as the whole memory would allow.
-    group = next(group for group in layout.groups if group.name == "full")
-    most, full = free // layout.row_bytes["full"] * group.shard, group.span
-    probe = GpuState(
-        layout,
-        fields(model),
-        slot_fields(model),
-        frames=1,
-        slots=options.max_running,
-        longest=min(model.info.max_length, most + full) + SHARED_ENTRIES,
-        hidden=model.info.hidden_size,
-        hidden_dtype=model.info.dtype,
-        device=device,
-    )
+    group = next(group for group in rank.layout.groups if group.name == "full")
+    most = free // rank.layout.row_bytes["full"] * group.shard
+    probe = rank.state(1, most + SHARED_ENTRIES)
     slots = torch.cuda.memory_allocated() - weights
-    passes = Passes(
-        model, probe, rows=options.token_budget, slots=options.max_running, graphs=False
-    )
-    longest = min(model.info.max_length, most)
-    workspace = passes.measure(options.token_budget, longest)
+    passes = rank.passes(probe, graphs=False)
+    longest, budget = min(rank.model.info.max_length, most), rank.options.token_budget
+    workspace = passes.measure(budget, longest)
     graphs = 0
-    if options.graphs:
-        graphs = int(GRAPH_SLACK * passes.measure(min(MIXED[-1], options.token_budget), longest))
+    if rank.options.graphs:
+        graphs = int(GRAPH_SLACK * passes.measure(min(MIXED[-1], budget), longest))
     del passes, probe
     torch.cuda.empty_cache()
     return _Sizes(free, weights, slots, workspace, graphs)

@@ -40,9 +40,12 @@ class GpuModel(Protocol):
     pool: int
     attention: list[Attention]
 
-    def forward(self, step: Step, state: DeviceState) -> Tensor:
+    def forward(
+        self, step: Step, state: DeviceState, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Compute the step's rows: read and write ``state``, return the hidden rows after the final
-        norm, [N, hidden_size] in the model's dtype."""
+        norm, [N, hidden_size] in the model's dtype, and such rows of the residual after each layer
+        of ``taps`` (averaged, if it has streams)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -127,11 +130,15 @@ class GpuGlm5Next:
             into = _GpuHyper(layer._attn_hyper, device), _GpuHyper(layer._ffn_hyper, device)
             self._rest.append((*into, gpu_mlp(layer._mlp, device)))
 
-    def forward(self, step: Step, state: DeviceState) -> Tensor:
+    def forward(
+        self, step: Step, state: DeviceState, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        features: dict[int, Tensor] = {}
         rows = self._ends.embed(step.tokens)
         streams = rows[:, None].expand(-1, self._config.hc_mult, -1).contiguous()
         selection: tuple[Tensor, Tensor] | None = None
-        for attention, (into, into_mlp, mlp) in zip(self.attention, self._rest, strict=True):
+        layers = zip(self.attention, self._rest, strict=True)
+        for i, (attention, (into, into_mlp, mlp)) in enumerate(layers):
             x, post, comb = into.enter(streams)
             if isinstance(attention, GpuMla):
                 y, selection = attention.forward(x, step, state, selection)
@@ -140,7 +147,9 @@ class GpuGlm5Next:
             streams = leave(streams, y, post, comb)
             x, post, comb = into_mlp.enter(streams)
             streams = leave(streams, mlp.forward(x), post, comb)
-        return rms_norm(mean(streams), self._norm, self._config.rms_eps)
+            if i in taps:
+                features[i] = mean(streams)
+        return rms_norm(mean(streams), self._norm, self._config.rms_eps), features
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._ends.logits(hidden)
@@ -166,13 +175,19 @@ class GpuKimiLinear:
         dense = [layer for layer in self.attention if isinstance(layer, GpuDenseMla)]
         self.heads = dense[0].shape.heads * self.world.dcp if dense else 0
 
-    def forward(self, step: Step, state: DeviceState) -> Tensor:
+    def forward(
+        self, step: Step, state: DeviceState, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        features: dict[int, Tensor] = {}
         x = self._ends.embed(step.tokens)
-        for attention, (norm, mlp_norm, mlp) in zip(self.attention, self._rest, strict=True):
+        layers = zip(self.attention, self._rest, strict=True)
+        for i, (attention, (norm, mlp_norm, mlp)) in enumerate(layers):
             assert not isinstance(attention, GpuMla)
             x = x + attention.forward(rms_norm(x, norm, self._eps), step, state)
             x = x + mlp.forward(rms_norm(x, mlp_norm, self._eps))
-        return rms_norm(x, self._norm, self._eps)
+            if i in taps:
+                features[i] = x
+        return rms_norm(x, self._norm, self._eps), features
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._ends.logits(hidden)

@@ -1,0 +1,139 @@
+"""From the logits of a step to its tokens: on the device where it can, row by row on the host else.
+
+Knows slots, rows of logits and the host's sampler. Must not know the model. A work with drafts has
+a row for each of them and one more; all are drawn at once, as if the drafts before them were
+accepted, and the host keeps those that are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from merestone.device.gpu_passes import Sampled
+from merestone.device.slots import Slot
+from merestone.ops.sampler import logprob, penalised, plain_greedy, sample
+from merestone.ops.triton.draw import draw, draws
+from merestone.sched.plan import Admit, SamplingParams, TokenLogprob, Work, WorkResult
+from merestone.spec.accept import accept
+
+
+@dataclass(slots=True)
+class GpuSlot:
+    """The host's part of a slot. ``cached``: up to which position the recurrent layers' caches of
+    open rows are good; a slot starts with none. ``drafted``: the drafter's view, if there is one.
+    """
+
+    tokens: tuple[int, ...]
+    prompt: int
+    choice: int
+    params: SamplingParams
+    output: list[int] = field(default_factory=list)
+    cached: int = 0
+    drafted: Slot | None = None
+
+    @classmethod
+    def admit(cls, admit: Admit) -> GpuSlot:
+        return cls(admit.tokens, admit.prompt, admit.choice, admit.params)
+
+    @property
+    def drafts(self) -> list[int]:
+        """Ids proposed for the positions after the known ones."""
+        return self.drafted.drafts if self.drafted else []
+
+    def append(self, token: int) -> None:
+        self.output.append(token)
+        if self.drafted:
+            self.drafted.append(token)
+
+    def history(self) -> tuple[Tensor, Tensor]:
+        """Ids of the prompt, and of what follows it, int64."""
+        later = [*self.tokens[self.prompt :], *self.output]
+        return torch.tensor(self.tokens[: self.prompt]), torch.tensor(later, dtype=torch.int64)
+
+
+def drawable(params: SamplingParams) -> bool:
+    """Can the device draw the token by itself? Not where tokens so far change the logits."""
+    return params.temperature > 0.0 and not (
+        params.logit_bias or params.banned or penalised(params)
+    )
+
+
+class Sampling:
+    """The rows that the works of one step are sampled from, in their order."""
+
+    def __init__(self, works: Sequence[Work], slots: dict[int, GpuSlot]) -> None:
+        self._works = [(work, slots[work.slot]) for work in works]
+        self.rows = [
+            (work.slot, work.end + place) for work in works for place in range(work.drafts + 1)
+        ]
+        """(slot, tokens so far) of each row."""
+        self._sampled: Sampled | None = None
+
+    def launch(self, sampled: Sampled) -> list[Tensor]:
+        """What the host must know to choose: best ids and bad rows [M], drawn tokens; int32."""
+        self._sampled = sampled
+        wanted = []
+        row = 0
+        for work, slot in self._works:
+            for place in range(work.drafts + 1):
+                if drawable(slot.params):
+                    wanted.append((row, slot.params, work.end + place, slot.choice))
+                row += 1
+        verdicts = [sampled.ids, sampled.bad]
+        if wanted:
+            verdicts.append(draw(sampled.logits, draws(wanted, sampled.logits.shape[1])))
+        return verdicts
+
+    def results(self, found: Sequence[int], bad_slots: set[int]) -> dict[int, WorkResult]:
+        """Tokens by slot, from what :meth:`launch` gave, on the host. A work whose tokens were
+        drawn from values that are not finite goes to ``bad_slots`` instead."""
+        count = len(self.rows)
+        best, bad, drawn = list(found[:count]), found[count : 2 * count], found[2 * count :]
+        done = 0
+        results: dict[int, WorkResult] = {}
+        first = 0
+        for work, slot in self._works:
+            own = slice(first, first + work.drafts + 1)
+            first = own.stop
+            if drawable(slot.params):
+                best[own] = drawn[done : done + work.drafts + 1]
+                done += work.drafts + 1
+            result = self._choose(work, slot, own.start, best[own])
+            if any(bad[own][: len(result.tokens)]):
+                bad_slots.add(work.slot)
+            else:
+                results[work.slot] = result
+        return results
+
+    def _choose(self, work: Work, slot: GpuSlot, first: int, ids: Sequence[int]) -> WorkResult:
+        """Tokens from position ``work.end`` on, as far as the drafts are what is drawn; ``ids`` are
+        the device's, rows begin at ``first``."""
+        params = slot.params
+        here = plain_greedy(params) or drawable(params)
+        entries: list[TokenLogprob] = []
+
+        def next_token(place: int) -> int:
+            assert self._sampled is not None
+            token = ids[place]
+            if not here or params.logprobs is not None:
+                row = self._sampled.logits[first + place].cpu()
+                if not here:
+                    token = _on_host(row, slot, work.end + place)
+                if params.logprobs is not None:
+                    entries.append(logprob(row, token, params.logprobs))
+            slot.append(token)
+            return token
+
+        tokens = accept(slot.drafts[: work.drafts], next_token)
+        return WorkResult(work.slot, tokens, tuple(entries))
+
+
+def _on_host(row: Tensor, slot: GpuSlot, position: int) -> int:
+    prompt, output = slot.history()
+    return sample(
+        row, slot.params, prompt=prompt, output=output, position=position, choice=slot.choice
+    )
