@@ -44,7 +44,8 @@ class GpuReal(Real):
         options.setdefault("poison", True)
         options.setdefault("graphs", False)
         chosen = EngineOptions(**options)
-        runner, facts = gpu_rank(model, chosen, DEVICE, drafter)
+        device = model.world.device if model.world.tp > 1 else DEVICE
+        runner, facts = gpu_rank(model, chosen, device, drafter)
         self.engine = engine_over(runner, facts, chosen, "tiny")
         self.model = model
         self.count = 0

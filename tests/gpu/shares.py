@@ -10,12 +10,14 @@ import torch
 from gpu.machine import CUDA, GpuReal
 from gpu.test_thin import KIMI, SPARSE, answer, prompt
 from interpreted import order_dots
+from layers.test_glm5_next import CONFIG
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.gpu import on_gpu
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import World
 from models.plain_loop import PlainLoop
+from parallel.engines import Asking, chat, climb
 
 UNEVEN = dataclasses.replace(SPARSE, vocab_size=65)
 
@@ -46,3 +48,16 @@ def answers(world: World, family: str, length: int) -> tuple[list, list, list[fl
             for token, value in entry.top
         ]
         return answer(cold), answer(replies[0]), far
+
+
+class DeviceAsked(Asking, GpuReal):
+    """A rank's engine on its GPU."""
+
+
+def engines(world: World, dtype: torch.dtype, graphs: bool) -> tuple[list, list]:
+    """Replays and conversations over this rank's share of the sparse model, five layers of it."""
+    model = Glm5Next(CONFIG, dict(draw(CONFIG, 0)), dtype, world)
+    placed = on_gpu(model, world.device)
+    options = {"page": 64, "frames": 2000, "token_budget": 100, "graphs": graphs}
+    asked = DeviceAsked(placed, **options)
+    return climb(asked, (1, 7, 64, 65, 129, 1159)), chat(DeviceAsked(placed, **options))

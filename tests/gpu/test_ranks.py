@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from gpu.shares import answers
+from gpu.machine import DEVICE
+from gpu.shares import answers, engines
 from parallel.ranks import Ranks
 
 
@@ -23,8 +25,20 @@ def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(
 ) -> None:
     """In fp32; the replay, beside a mate, has the bits of the cold answer, on both ranks. Heads,
     the vocabulary and tokens are shared."""
-    found = ranks.run(answers, 2, 2, family, length, timeout_s=300.0)
+    found = ranks.run(answers, 2, 2, family, length, timeout_s=300.0, device=DEVICE)
     cold, again, far = found[0]
     assert again == cold
     assert found[1][:2] == (cold, again)
     assert max(far) < 1e-3
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_two_gpus_restore_everything_with_the_bits_of_a_cold_run(
+    ranks: Ranks, dcp: int, dtype: torch.dtype
+) -> None:
+    """With graphs and without, which makes no difference; both ranks agree."""
+    found = ranks.run(engines, 2, dcp, dtype, True, timeout_s=120.0, device="cuda")
+    found += ranks.run(engines, 2, dcp, dtype, False, timeout_s=120.0, device="cuda")
+    assert all(other == found[0] for other in found)

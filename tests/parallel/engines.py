@@ -30,15 +30,8 @@ class Answer(NamedTuple):
     restored: int
 
 
-class Asked(Real):
-    """A rank's engine. ``cold`` asks where nothing can be known yet."""
-
-    def step(self) -> None:
-        if self.world.rank == 0:
-            super().step()
-        else:  # with the same decisions, which are audited once
-            self.engine.take()
-            self.engine.step()
+class Asking:
+    """An engine that is asked, with its answers. ``cold`` asks where nothing can be known yet."""
 
     def answer(self, reply: Reply) -> Answer:
         said = [e.logprob for e in reply.events if isinstance(e, TokenEvent)]
@@ -54,11 +47,26 @@ class Asked(Real):
         return answer
 
 
+class Asked(Asking, Real):
+    """A rank's engine on the CPU."""
+
+    def step(self) -> None:
+        if self.world.rank == 0:
+            super().step()
+        else:  # with the same decisions, which are audited once
+            self.engine.take()
+            self.engine.step()
+
+
 def ladder(world: World, case: str, page: int) -> list[Answer]:
-    """Prompts of any length: a replay restores every token and runs no layer."""
     asked = Asked(passes.build(case, world), world=world, page=page, frames=1000)
+    return climb(asked, LADDER)
+
+
+def climb(asked: Asking, lengths: Sequence[int]) -> list[Answer]:
+    """Prompts of any length: a replay restores every token and runs no layer."""
     answers = []
-    for length in LADDER:
+    for length in lengths:
         prompt = stream(length, length % 256)
         first = asked.cold(prompt, 4)
         assert asked.warm(prompt, 4) == first
@@ -74,8 +82,12 @@ def ladder(world: World, case: str, page: int) -> list[Answer]:
 
 
 def talk(world: World, case: str, page: int) -> list[Answer]:
+    model = passes.build(case, world)
+    return chat(Asked(model, world=world, page=page, frames=2000, token_budget=100))
+
+
+def chat(asked: Asking) -> list[Answer]:
     """Eight conversations at once that share instructions: each turn restores what there was."""
-    asked = Asked(passes.build(case, world), world=world, page=page, frames=2000, token_budget=100)
     head = stream(75, 5)
     asked.warm((*head, 3), 1, boundaries=((75, "instruction"),))
     texts = [(*head, *stream(11 + 3 * i, 20 + i)) for i in range(8)]

@@ -35,13 +35,20 @@ class Ranks:
             self._processes.append(process)
 
     def run(
-        self, function: Callable[..., Any], tp: int, dcp: int, *args: Any, timeout_s: float = 60.0
+        self,
+        function: Callable[..., Any],
+        tp: int,
+        dcp: int,
+        *args: Any,
+        timeout_s: float = 60.0,
+        device: str = "cpu",
     ) -> list[Any]:
-        """What ``function`` returns on each of ``tp`` ranks; raises what went wrong on any."""
+        """What ``function`` returns on each of ``tp`` ranks; raises what went wrong on any. On
+        "cuda" they are dealt over the GPUs; through host memory, if there are too few."""
         self._count += 1
         place = f"file://{self._places}/{self._count}"
         for rank, pipe in enumerate(self._pipes[:tp]):
-            pipe.send((function, (rank, tp, dcp), place, timeout_s, args))
+            pipe.send((function, (rank, tp, dcp), place, timeout_s, device, args))
         answers = [pipe.recv() for pipe in self._pipes[:tp]]
         for rank, (good, answer) in enumerate(answers):
             assert good, f"rank {rank} of {tp}, dcp {dcp}:\n{answer}"
@@ -58,11 +65,17 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, (rank, tp, dcp), place, timeout_s, args = pipe.recv()
+            function, (rank, tp, dcp), place, timeout_s, device, args = pipe.recv()
         except EOFError:
             return
         try:
-            world = connect(rank, tp, dcp, rendezvous=place, timeout_s=timeout_s)
+            backend = None
+            if device == "cuda":
+                count = torch.cuda.device_count()
+                device, backend = f"cuda:{rank % count}", "gloo" if count < tp else None
+            world = connect(
+                rank, tp, dcp, rendezvous=place, timeout_s=timeout_s, device=device, backend=backend
+            )
             try:
                 pipe.send((True, function(world, *args)))
             finally:
