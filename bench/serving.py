@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -42,8 +43,11 @@ def serving(app: Any) -> Iterator[str]:
 
 
 @contextmanager
-def merestone_process(arguments: Sequence[str]) -> Iterator[str]:
-    """Run ``merestone serve`` on a free port, in a process of its own, and yield its URL.
+def merestone_process(
+    arguments: Sequence[str], end: signal.Signals = signal.SIGTERM
+) -> Iterator[str]:
+    """Run ``merestone serve`` on a free port, in a process of its own that is ended by ``end``, and
+    yield its URL.
 
     Raises:
         RuntimeError: it ended before it listened.
@@ -73,6 +77,6 @@ def merestone_process(arguments: Sequence[str]) -> Iterator[str]:
                 return
         raise RuntimeError(f"merestone serve ended with {process.wait()}")
     finally:
-        process.terminate()
+        process.send_signal(end)
         process.wait()
         process.stdout.close()

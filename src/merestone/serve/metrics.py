@@ -30,6 +30,13 @@ ENGINE_COUNTERS = {
     "drafts_verified": ("place", "Drafts verified, by place behind the newest token"),
     "drafts_accepted": ("place", "Drafts that were what the model drew"),
     "preemptions": (None, "Requests that lost their slot or their frames"),
+    "store_written": ("tier", "Checkpoints written to a store"),
+    "store_written_bytes": ("tier", "Bytes of segments written, shared ones once"),
+    "store_not_written": ("reason", "Checkpoints that a store did not take"),
+    "store_evicted": ("tier", "Checkpoints a store dropped for its budget"),
+    "store_imported": (None, "Checkpoints that came back from a store"),
+    "store_imported_tokens": (None, "Tokens of those"),
+    "store_missed": ("reason", "Look-ups and reads of stores that came to nothing"),
 }
 """Engine statistics that are counters: name, its labels (None: a plain number), help."""
 
@@ -43,6 +50,10 @@ ENGINE_GAUGES = {
     "frames_used": (None, "Frames that something refers to"),
     "frames_free": (None, "Frames that nothing refers to"),
     "frames_anchors": (None, "Frames held by recurrent anchors"),
+    "store_checkpoints": ("tier", "Checkpoints in a store, or known to be in a shared one"),
+    "store_bytes": ("tier", "Bytes of those"),
+    "store_waiting": ("tier", "Checkpoints that wait to be written"),
+    "store_failing": ("tier", "1 while a store is left alone because it failed"),
 }
 """Engine statistics that are gauges. Other plain numbers are exported as gauges as well."""
 

@@ -122,6 +122,16 @@ class Desk:
         return bool(self.job or self.finishing or self._erasing) or self._ready
 
     @property
+    def waiting(self) -> int:
+        """Checkpoints that are not stored yet."""
+        return len(self.queue) + (self.job is not None) + self.finishing
+
+    @property
+    def failing(self) -> bool:
+        """Whether the tier is left alone for now."""
+        return not (self.writes.good(self.now) and self.reads.good(self.now))
+
+    @property
     def writing(self) -> bool:
         """Whether ranks will have something to report."""
         return self.job is not None and bool(self.job.tickets)

@@ -141,6 +141,8 @@ class Stores:
             "store_written_bytes": {d.name: float(d.counters["written_bytes"]) for d in self.desks},
             "store_written": {d.name: float(d.counters["stored"]) for d in self.desks},
             "store_evicted": {d.name: float(d.catalog.evicted) for d in self.desks},
+            "store_waiting": {d.name: float(d.waiting) for d in self.desks},
+            "store_failing": {d.name: float(d.failing) for d in self.desks},
             "store_not_written": {reason: float(n) for reason, n in lost.items()},
             "store_imported": float(self.fetches.counters["imported"]),
             "store_imported_tokens": float(self.fetches.counters["imported_tokens"]),
