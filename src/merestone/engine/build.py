@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
 from merestone.engine.outside import identity_of, keep_outside, open_tiers
 from merestone.engine.ranks.device import Ranks
+from merestone.engine.ranks.launch import WORKER
 from merestone.engine.ranks.messages import RankOptions
 from merestone.engine.ranks.node import keep_ranks
 from merestone.models.fingerprint import fingerprint
@@ -113,7 +115,7 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
         raise ValueError(f"load format {options.load_format!r} is not one of {known}")
     name = name or directory.name
     if options.ranks.tp > 1:
-        return _over_ranks(directory, options, name)
+        return over_ranks(directory, options, name)
     set_threads(directory, options)
     weights = weights_of(directory, options) if options.stores else ""
     world = World(device=resolve_device(options.device))
@@ -165,10 +167,13 @@ def lend_ranks(directory: Path, options: EngineOptions) -> str | None:
     return keep_ranks(options.ranks, directory, msgspec.json.encode(options))
 
 
-def _over_ranks(directory: Path, options: EngineOptions, name: str) -> LocalEngine:
-    """An engine in this process over ranks in processes of their own."""
+def over_ranks(
+    directory: Path, options: EngineOptions, name: str, command: Sequence[str] = WORKER
+) -> LocalEngine:
+    """An engine in this process over ranks in processes of their own, each started with
+    ``command``. Raises what :func:`build_engine` does."""
     tiers = open_tiers(options.stores)
-    ranks = Ranks(options.ranks, directory, msgspec.json.encode(options))
+    ranks = Ranks(options.ranks, directory, msgspec.json.encode(options), command=command)
     try:
         facts = ranks.start()
         engine = engine_over(ranks, facts, options, name)

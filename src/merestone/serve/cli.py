@@ -154,6 +154,9 @@ def serve(
         str | None, typer.Option(help="Size of the pool. Default: 512MiB, on a GPU what is left.")
     ] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Instead of --memory.")] = None,
+    page: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a rank's attention page. Default: chosen.")
+    ] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
     mark_share: MarkShare = 0.25,
@@ -213,6 +216,7 @@ def serve(
         retention=retention,
         mark_share=mark_share,
         frames=frames,
+        page=page,
         stores=tuple(store or ()),
         store_wait=store_wait,
         speculate=speculate,
