@@ -67,6 +67,10 @@ def late(world: World, seconds: float) -> tuple[float, str]:
     return 0.0, "nothing"
 
 
+def least(world: World) -> int:
+    return world.least(7 - world.rank)
+
+
 def heads(world: World, count: int) -> int | str:
     try:
         return world.heads(count, "KDA")

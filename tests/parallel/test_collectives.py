@@ -18,6 +18,11 @@ def test_sums_and_moves(ranks: Ranks) -> None:
         ranks.run(exchanges.moves, tp, dcp)
 
 
+def test_the_least_is_everybodys(ranks: Ranks) -> None:
+    assert ranks.run(exchanges.least, 3, 1) == [5, 5, 5]
+    assert SINGLE.least(7) == 7
+
+
 def test_a_late_rank_is_an_error_in_bounded_time(ranks: Ranks) -> None:
     answers = ranks.run(exchanges.late, 3, 1, 3.0, timeout_s=1.0)
     for rank in (0, 2):

@@ -86,9 +86,8 @@ def gpu_rank(
     )
     rank = _Rank(placed, layout, options, device, drafter)
     frames, notes = _frames(rank)
-    if placed.world.tp > 1:  # what is free differs a little; all ranks have as many
-        mine = torch.tensor([frames], device=device)
-        frames = int(placed.world.ranks.gather(mine).min())
+    # What is free differs a little; all ranks obey the same plans.
+    frames = placed.world.least(frames)
     full = next(group.span for group in layout.groups if group.name == "full")
     state = rank.state(frames, frames * full, options.poison)
     passes = rank.passes(state, graphs)
@@ -178,9 +177,10 @@ def _measure(rank: _Rank) -> _Sizes:
     """Run the largest steps on padding alone, with a pool of almost nothing."""
     torch.cuda.empty_cache()
     weights, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    # Page tables as long as the whole memory would allow.
+    # Page tables as long as the whole memory would allow (of the rank with least: ranks exchange
+    # the same messages here, too).
     group = next(group for group in rank.layout.groups if group.name == "full")
-    most = free // rank.layout.row_bytes["full"] * group.shard
+    most = rank.model.world.least(free // rank.layout.row_bytes["full"] * group.shard)
     probe = rank.state(1, most + SHARED_ENTRIES)
     slots = torch.cuda.memory_allocated() - weights
     passes = rank.passes(probe, graphs=False)

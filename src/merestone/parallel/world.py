@@ -60,6 +60,12 @@ class World:
         """How many this rank has begun: equal on all ranks between two passes."""
         return self.ranks.moves + self.neighbours.moves
 
+    def least(self, count: int) -> int:
+        """The least ``count`` of all ranks."""
+        if self.tp == 1:
+            return count
+        return int(self.ranks.gather(torch.tensor([count], device=self.device)).min())
+
     def close(self) -> None:
         """Leave the groups; the world must not be used afterwards."""
         if self.tp > 1:
