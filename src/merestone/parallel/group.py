@@ -34,7 +34,7 @@ class Group:
 
     Every method must be called by all of them, in the same order, with tensors of one shape. A
     group of one copies nothing. ``handle`` None: only the numbers of a group, to plan with.
-    ``staged``: messages pass through host memory.
+    ``device``: where tensors are. ``staged``: messages pass through host memory.
 
     Raises (all methods):
         CollectiveError: a rank was lost, or did not come within the time-out of ``handle``.
@@ -47,6 +47,7 @@ class Group:
         size: int = 1,
         handle: distributed.ProcessGroup | None = None,
         *,
+        device: str = "cpu",
         staged: bool = False,
     ) -> None:
         self.name = name
@@ -55,7 +56,12 @@ class Group:
         self.moves = 0
         """Collectives begun so far: equal on all ranks of the group between two passes."""
         self._handle = handle
+        self._device = device
         self.staged = staged
+
+    def part(self, name: str, rank: int, size: int, handle: distributed.ProcessGroup) -> Group:
+        """A group of some of these ranks."""
+        return Group(name, rank, size, handle, device=self._device, staged=self.staged)
 
     def gather(self, x: Tensor) -> Tensor:
         """[*shape] of each rank -> [size, *shape], in rank order, the same on all."""
@@ -84,11 +90,7 @@ class Group:
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
-        self.gather(torch.zeros(1, device=self._device()))
-
-    def _device(self) -> torch.device:
-        plain = self._handle is None or self.staged or self._handle.name() != "nccl"
-        return torch.device("cpu") if plain else torch.device("cuda", torch.cuda.current_device())
+        self.gather(torch.zeros(1, device=self._device))
 
     def _move(self, x: Tensor, shape: tuple[int, ...], call: Callable[..., Any]) -> Tensor:
         assert self._handle is not None, f"{self.name}: a group to plan with exchanges nothing"

@@ -126,8 +126,9 @@ def connect(
         distributed.init_process_group(
             backend, init_method=rendezvous, rank=rank, world_size=tp, timeout=limit
         )
-        ranks = Group("tensor parallel", rank, tp, distributed.group.WORLD, staged=staged)
-        neighbours = _neighbours(ranks, dcp, limit, staged)
+        handle = distributed.group.WORLD
+        ranks = Group("tensor parallel", rank, tp, handle, device=device, staged=staged)
+        neighbours = _neighbours(ranks, dcp, limit)
         ranks.barrier()
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
@@ -136,7 +137,7 @@ def connect(
     return World(rank, tp, dcp, device, ranks, neighbours)
 
 
-def _neighbours(ranks: Group, dcp: int, limit: timedelta, staged: bool) -> Group:
+def _neighbours(ranks: Group, dcp: int, limit: timedelta) -> Group:
     """The group of this rank among the groups of ``dcp`` neighbours."""
     own = Group()
     if dcp == 1:
@@ -146,5 +147,5 @@ def _neighbours(ranks: Group, dcp: int, limit: timedelta, staged: bool) -> Group
         handle = distributed.new_group(list(range(first, first + dcp)), timeout=limit)
         if first <= ranks.rank < first + dcp:
             place = ranks.rank - first
-            own = Group("context parallel", place, dcp, handle, staged=staged)
+            own = ranks.part("context parallel", place, dcp, handle)
     return own
