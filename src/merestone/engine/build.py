@@ -26,7 +26,7 @@ from merestone.engine.api import EngineInfo
 from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
-from merestone.engine.outside import identity_of, keep_outside, open_tiers
+from merestone.engine.outside import declared, identity_of, keep_outside, open_tiers
 from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.launch import WORKER
 from merestone.engine.ranks.messages import RankOptions
@@ -203,7 +203,7 @@ def gate_setup(options: EngineOptions) -> Setup:
         speculation=speculation_of(options).gate,
         tp=options.ranks.tp,
         dcp=options.ranks.dcp,
-        store="boundaries" if options.stores else "none",
+        store=declared(options.stores),
         proven=layout in PROVEN_LAYOUTS,
     )
 

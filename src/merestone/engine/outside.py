@@ -33,6 +33,25 @@ from merestone.store.tier import Tier
 log = logging.getLogger("merestone.store")
 
 
+TIERS: dict[str, type[MemoryTier] | type[DiskTier] | type[NetworkTier]] = {
+    "memory": MemoryTier,
+    "disk": DiskTier,
+    "redis": NetworkTier,
+}
+
+
+def declared(stores: Sequence[str]) -> str:
+    """What stores promise, as the retention gate calls it.
+
+    Raises:
+        ValueError: no store has such a name.
+    """
+    if not stores:
+        return "none"
+    whole = all(TIERS[parse_store(text).kind].boundaries for text in stores)
+    return "boundaries" if whole else "aligned"
+
+
 def open_tiers(stores: Sequence[str], owner: bool = True) -> list[Tier]:
     """The tiers asked for, fastest first as they were named. One process of all ranks is the
     ``owner`` of those that can have one.
