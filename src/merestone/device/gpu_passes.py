@@ -19,6 +19,7 @@ from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import Ints, Key, Tables
 from merestone.models.gpu import GpuModel
 from merestone.models.interface import CHUNK
+from merestone.ops.triton.attention import SPAN
 from merestone.ops.triton.judge import best
 from merestone.ops.triton.pages import write_ring
 from merestone.sched.plan import Work
@@ -89,8 +90,7 @@ class Passes:
         self._each = drafts + 1
         self._taps = taps
         self._graphs = graphs
-        self._tables: dict[Key, Tables] = {}
-        self._forwards: dict[Key, tuple[torch.cuda.CUDAGraph, Passed]] = {}
+        self._forwards: dict[Key, tuple[Tables, torch.cuda.CUDAGraph, Passed]] = {}
         self._samples: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self.graph_bytes = 0
@@ -105,48 +105,47 @@ class Passes:
         self._found = torch.zeros(2, sampled, dtype=torch.int32, device=state.device)
 
     def _of(self, key: Key) -> Tables:
-        if key not in self._tables:
-            self._tables[key] = Tables(
-                key, chunk=CHUNK, heads=self._model.heads, pool=self._model.pool,
-                frames=self._state.layout.anchor_frames,
-            )  # fmt: skip
-        return self._tables[key]
+        return Tables(
+            key, chunk=CHUNK, heads=self._model.heads, pool=self._model.pool,
+            frames=self._state.layout.anchor_frames,
+        )  # fmt: skip
 
     # -- the forward pass -----------------------------------------------------------------------
 
     def forward(self, works: Sequence[Work]) -> Passed:
         """Compute all rows of ``works``, one after another."""
         key, graphed = self._key_of(works)
-        if graphed and key not in self._forwards:
-            self._capture_forward(key)
-        tables = self._fill(key, works)
         if not graphed:
+            tables = self._of(key)
+            self._fill(tables, works)
             return self._compute(tables)
-        graph, passed = self._forwards[key]
+        if key not in self._forwards:
+            self._capture_forward(key)
+        tables, graph, passed = self._forwards[key]
+        self._fill(tables, works)
         graph.replay()
         return passed
 
-    def _fill(self, key: Key, works: Sequence[Work]) -> Tables:
-        tables = self._of(key)
+    def _fill(self, tables: Tables, works: Sequence[Work]) -> None:
         host: Ints = self._host.numpy()
         tables.fill(host[: tables.size], works, self._state.padding_slot)
         self._buffer[: tables.size].copy_(self._host[: tables.size], non_blocking=True)
-        return tables
 
     def _key_of(self, works: Sequence[Work]) -> tuple[Key, bool]:
         """The key of a step, and whether it is that of a graph."""
         lengths = [work.end - work.start for work in works]
-        rows, most = sum(lengths), max(lengths)
-        sees = _sees(max(work.end for work in works))
+        rows, most, longest = sum(lengths), max(lengths), max(work.end for work in works)
+        sees = _sees(longest)
+        exactly = Key(rows, len(works), -(-longest // SPAN) * SPAN, most > 1), False
         if not self._graphs:
-            return Key(rows, len(works), sees, most > 1), False
+            return exactly
         if most <= self._each:
             # Decoding, and verification with as many rows for each as it may have.
             return self._small_key(len(works), 1 if most == 1 else self._each, sees), True
         size = bucket(rows, MIXED)
         if size is not None:
             return Key(size, self._slots, sees, True), True
-        return Key(rows, len(works), sees, True), False
+        return exactly
 
     def _small_key(self, sequences: int, each: int, sees: int) -> Key:
         size = bucket(sequences, ladder(self._slots))
@@ -210,15 +209,19 @@ class Passes:
         sees = _sees(longest)
         small = Key(self._slots * self._each, self._slots, sees, False)
         for key in (Key(rows, self._slots, sees, True), small):
-            self._compute(self._fill(key, ()))
+            tables = self._of(key)
+            self._fill(tables, ())
+            self._compute(tables)
         self._judge(self._slots * self._each)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_reserved() - before
 
     def _capture_forward(self, key: Key) -> None:
         # Padding alone: a pass may rewrite an anchor in place, so none may run twice.
-        tables = self._fill(key, ())
-        self._forwards[key] = self._capture(lambda: self._compute(tables), str(key))
+        tables = self._of(key)
+        self._fill(tables, ())
+        graph, passed = self._capture(lambda: self._compute(tables), str(key))
+        self._forwards[key] = tables, graph, passed
 
     def _capture_sample(self, size: int) -> None:
         self._samples[size] = self._capture(lambda: self._judge(size), f"sampling {size} rows")

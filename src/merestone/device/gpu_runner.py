@@ -18,7 +18,7 @@ from merestone.core.orders import Order, PageDelta, SaveHidden
 from merestone.device.drafting import Drafting, Drawn
 from merestone.device.gpu_passes import Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
-from merestone.device.gpu_state import RING, GpuState
+from merestone.device.gpu_state import RING, GpuState, current
 from merestone.device.gpu_tables import rebuild_tables
 from merestone.device.porter import Porter
 from merestone.device.slots import Slot
@@ -51,6 +51,10 @@ class GpuRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        with current(self.state.device):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         verdicts: list[Tensor] = [self._copy(plan.saves)]
         for slot in plan.frees:
             self.slots.pop(slot, None)

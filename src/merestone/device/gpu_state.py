@@ -6,6 +6,8 @@ slot are those of padding: nobody else ever uses them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,12 @@ from merestone.layers.gpu.step import SlotField
 from merestone.layers.state import Field
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.rows import Cells
+
+
+def current(device: str) -> AbstractContextManager[object]:
+    """Inside, ``device`` is this thread's: kernels are launched where a thread stands."""
+    return nullcontext() if device == "cpu" else torch.cuda.device(device)
+
 
 RING = 128
 """Hidden rows that a slot keeps: those since its anchor, up to two chunks."""

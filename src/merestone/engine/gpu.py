@@ -11,7 +11,7 @@ import torch
 
 from merestone.device.gpu_passes import MIXED, Passes
 from merestone.device.gpu_runner import GpuRunner
-from merestone.device.gpu_state import GpuState
+from merestone.device.gpu_state import GpuState, current
 from merestone.device.layout import Layout, plan_layout
 from merestone.engine.build import CPU_MEMORY, EngineOptions
 from merestone.engine.facts import Facts
@@ -60,11 +60,14 @@ def build_gpu_rank(
     Raises:
         ValueError: a family without GPU layers; memory that does not suffice.
     """
-    try:
-        placed = on_gpu(model, device)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"--device {device}: the weights do not fit: {_first(error)}") from error
-    return gpu_rank(placed, options, device, drafter)
+    with current(device):
+        try:
+            placed = on_gpu(model, device)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"--device {device}: the weights do not fit: {_first(error)}"
+            ) from error
+        return gpu_rank(placed, options, device, drafter)
 
 
 def gpu_rank(
