@@ -73,6 +73,7 @@ class StoringDevice(FakeDevice):
 
     vaults: list[Vault]
     ranks = 1
+    reports_held = False
 
     def keep(self, vaults: list[Vault], ranks: int, seed: int) -> None:
         self.vaults, self.ranks = vaults, ranks
@@ -92,7 +93,7 @@ class StoringDevice(FakeDevice):
         for order in plan.stores:
             self._obey(order)
         self.rng.shuffle(self.reports)
-        count = self.rng.randint(0, len(self.reports))
+        count = 0 if self.reports_held else self.rng.randint(0, len(self.reports))
         ready, self.reports = self.reports[:count], self.reports[count:]
         return msgspec.structs.replace(result, reports=tuple(ready))
 
@@ -196,7 +197,7 @@ class StoringHarness(Harness):
         self.device = StoringDevice(self.spec, options.get("accuracy", 0.5))
         self.device.keep(vaults, ranks, seed)
         self.engine.device = self.device
-        identity = Identity("test", "a test", ranks)
+        identity = Identity(f"test {ranks}", "a test", ranks)
         settings = settings or StoreSettings(wait_s=1.0, step_bytes=3 * 1024, queue=8)
         bell, tickets = Bell(), itertools.count(1)
         self.vaults = vaults

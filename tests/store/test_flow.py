@@ -1,0 +1,155 @@
+"""How exports and imports share steps with requests, over the device double."""
+
+from __future__ import annotations
+
+import random
+
+from fake_device import small_spec
+from merestone.core.orders import Export, Import
+from merestone.sched.plan import StepPlan
+from merestone.store.desk import StoreSettings
+from store.storing import StoringHarness, Vault
+
+PROMPT = [(7 * n) % 11 for n in range(40)]
+
+
+def harness(*vaults: Vault, frames: int = 80, **options) -> StoringHarness:
+    return StoringHarness(small_spec(frames), list(vaults), **options)
+
+
+def kept() -> Vault:
+    """A vault that has ``PROMPT`` and its answer."""
+    vault = Vault("disk")
+    first = harness(vault)
+    first.ask(PROMPT, 4)
+    first.check_vaults()
+    return vault
+
+
+def test_a_store_that_holds_only_the_attention_part_serves_nothing() -> None:
+    vault = kept()
+    groups = {"full"}
+    for address, cells in list(vault.cells.items()):
+        if not any(isinstance(key, tuple) and key[0] in groups for key in cells):
+            del vault.cells[address]
+    reply = harness(vault).ask(PROMPT, 4)
+    assert (reply.restored, reply.finished().cache.lost) == (0, "store_missing")
+
+
+def test_another_configuration_or_layout_of_ranks_finds_nothing() -> None:
+    vault = kept()
+    assert harness(vault, ranks=2).ask(PROMPT, 4).restored == 0
+    assert harness(vault).ask(PROMPT, 4).restored == 40
+
+
+def test_a_request_waits_for_a_bounded_time_and_others_do_not_wait() -> None:
+    vault = kept()
+    h = harness(vault)
+    h.device.reports_held = True
+    waits = h.send(PROMPT, 4)
+    h.step(2)
+    other = h.send([1, 2, 3], 3)
+    h.step(8)
+    assert other.finished() is not None
+    assert waits.finished() is None
+    h.now += 1.5
+    while waits.finished() is None:
+        h.step()
+    assert (waits.restored, waits.finished().cache.lost) == (0, "store_slow")
+    h.device.reports_held = False
+    h.drain()
+    assert not h.device.fetched
+
+
+def test_requests_that_want_the_same_share_one_import() -> None:
+    vault = kept()
+    h = harness(vault, slots=4)
+    replies = [h.send(PROMPT, 4) for _ in range(4)]
+    h.drain()
+    assert [reply.restored for reply in replies] == [40] * 4
+    assert h.stores.stats()["store_imported"] == 1
+
+
+def test_copies_of_a_step_are_bounded_both_ways() -> None:
+    frame = 1024
+    settings = StoreSettings(step_bytes=2 * frame, staging_bytes=4 * frame)
+    vault = Vault("disk")
+    h = harness(vault, settings=settings)
+    running = h.send([1, 2], 60)
+    h.ask(PROMPT, 4)
+    assert running.finished() is not None
+    plans = [p for p in h.device.plans if any(isinstance(o, Export) for o in p.stores)]
+    assert len(plans) > 3
+    assert max(segments(plan, Export) for plan in plans) == 2
+    second = harness(vault, settings=settings)
+    assert second.ask(PROMPT, 4).restored == 40
+    assert max(segments(plan, Import) for plan in second.device.plans) == 2
+
+
+def segments(plan: StepPlan, kind: type) -> int:
+    return sum(len(order.segments) for order in plan.stores if isinstance(order, kind))
+
+
+def test_a_tier_that_does_not_keep_up_costs_checkpoints_and_no_time() -> None:
+    settings = StoreSettings(staging_bytes=2 * 1024, queue=3)
+    vault = Vault("disk")
+    h = harness(vault, settings=settings)
+    h.device.reports_held = True
+    for key in range(8):
+        reply = h.send([key, 1, 2, 3], 3)
+        for _ in range(200):
+            h.step()
+            if reply.finished():
+                break
+        assert reply.finished() is not None
+    assert h.stores.stats()["store_not_written"]["queue_full"] >= 8
+    copied = sum(segments(plan, Export) for plan in h.device.plans)
+    assert copied <= 2, "more is staged than the bound"
+    h.device.reports_held = False
+    h.drain()
+    h.check_vaults()
+
+
+def test_restores_that_arrive_together_do_not_evict_each_other() -> None:
+    """Six prompts are stored, memory is empty, and the pool holds about six."""
+    vault = Vault("disk")
+    prompts = [[key] * 4 + PROMPT[:20] for key in range(6)]
+    first = harness(vault, frames=200)
+    for prompt in prompts:
+        first.ask(prompt, 2)
+    need = first.cache.frames_needed(30)
+    h = harness(vault, frames=6 * need, slots=4)
+    replies = [h.send([*prompt, 9], 2) for prompt in prompts[:4]]
+    h.drain()
+    assert [reply.restored for reply in replies] == [24] * 4
+    assert h.scheduler.counters["preemptions"] == 0
+
+
+def test_three_hundred_requests_over_a_store_smaller_than_their_prefixes() -> None:
+    vault = Vault("disk")
+    h = harness(vault, frames=60, budgets=(50_000,))
+    rng = random.Random(0)
+    prefixes = [[key] * 3 + [rng.randrange(5) for _ in range(25)] for key in range(20)]
+    for _ in range(300):
+        prefix = rng.choice(prefixes)
+        h.ask([*prefix, rng.randrange(5)], 2, boundaries=((len(prefix), "instruction"),))
+    stats = h.stores.stats()
+    assert stats["store_imported"] > 0
+    assert stats["store_evicted"]["disk"] > 0
+    assert h.engine.counters["failed_steps"] == 0
+    h.check_vaults()
+
+
+def test_two_hundred_chats_keep_the_budget() -> None:
+    budget = 40_000
+    vaults = [Vault("memory"), Vault("disk")]
+    h = harness(*vaults, frames=60, budgets=(budget // 2, budget))
+    rng = random.Random(1)
+    for chat in range(200):
+        history = [chat % 11, chat // 11, *(rng.randrange(5) for _ in range(12))]
+        history += h.ask(history, 3).ids()
+        for vault, limit in zip(vaults, (budget // 2, budget), strict=True):
+            used = 100 * len(vault.cells) + sum(map(len, vault.manifests.values()))
+            assert used <= 1.05 * limit
+    h.check_vaults()
+    assert min(h.stores.stats()["store_evicted"].values()) > 100
