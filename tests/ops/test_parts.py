@@ -54,6 +54,8 @@ def test_parts_merge_to_the_whole(ranks: int) -> None:
     for row in range(ROWS):
         alone = merge_parts(parts[:, :, row : row + 1], weights[:, :, row : row + 1])
         assert torch.equal(alone, merged[:, row : row + 1])
+    weights[:, 0, 3], parts[:, 0, 3] = float("-inf"), 0.0
+    assert merge_parts(parts, weights)[0, 3].eq(0).all()
     parts[-1, 0, 4] = weights[-1, 0, 4] = float("nan")
     damaged = merge_parts(parts, weights)
     assert damaged[0, 4].isnan().all()

@@ -89,8 +89,11 @@ def merge(parts: Tensor, group: Group) -> Tensor:
 def merge_parts(mixed: Tensor, lse: Tensor) -> Tensor:
     """The definition: parts' means [size, ..., D], weighted by exp(lse) [size, ...], in rank order.
 
-    At least one part of each row must have a finite ``lse``; a NaN reaches its own row alone.
+    A row without any part (``lse`` -inf everywhere: padding) is zero; a NaN reaches its own row
+    alone.
     """
-    weights = (lse - lse.amax(0)).exp_()
+    highest = lse.amax(0)
+    weights = (lse - highest.masked_fill(highest == float("-inf"), 0.0)).exp_()
     total = in_rank_order(weights)
+    total = total.masked_fill(total == 0.0, 1.0)
     return in_rank_order(mixed * weights[..., None]).div_(total[..., None])
