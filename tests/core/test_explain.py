@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from small_caches import make, run, tokens
 
 from merestone.core.cache import Cache
-from merestone.core.checkpoint import Kind
+from merestone.core.checkpoint import Kind, State
 from merestone.core.explain import explain
 from merestone.core.graves import Graves
+from merestone.core.odds import Odds
 
 
 def why(cache: Cache, prompt: np.ndarray, root: str = "r") -> tuple[int, str]:
@@ -60,12 +62,75 @@ def test_no_boundary_where_prompts_part() -> None:
 
 def test_graves_are_bounded_and_forget_the_oldest() -> None:
     graves = Graves(limit=3)
+
+    def along(root: str, count: int) -> list[tuple[int, str]]:
+        return [(grave.at, grave.why) for grave in graves.along(root, tokens(count))]
+
     for size in (4, 8, 4, 12):
-        graves.bury("r", tokens(size), f"why{size}")
-    graves.bury("s", tokens(8), "other")
-    assert graves.deepest("r", tokens(20)) == (12, "why12")
-    assert graves.deepest("r", tokens(11)) == (4, "why4")
-    assert graves.deepest("s", tokens(20)) == (8, "other")
-    graves.bury("s", tokens(4), "x")
-    graves.bury("s", tokens(5), "x")
-    assert graves.deepest("r", tokens(20)) == (0, "")
+        graves.bury("r", tokens(size), f"why{size}", Kind.MARK)
+    assert along("r", 20) == [(4, "why4"), (8, "why8"), (12, "why12")]
+    graves.bury("s", tokens(8), "other", Kind.MARK)
+    assert along("r", 20) == [(4, "why4"), (12, "why12")]
+    assert along("r", 11) == [(4, "why4")]
+    assert along("s", 20) == [(8, "other")]
+    for size in (4, 5):
+        graves.bury("s", tokens(size), "x", Kind.MARK)
+    assert along("r", 20) == []
+
+
+# -- what eviction learns -----------------------------------------------------------------------
+
+
+def test_odds_are_one_half_until_something_is_known() -> None:
+    odds = Odds()
+    assert odds.of(Kind.TURN, 0) == 0.5
+    for _ in range(36):
+        odds.lose(Kind.RESPONSE, 0)
+        odds.meet(Kind.TURN, 0)
+    assert odds.of(Kind.RESPONSE, 0) == pytest.approx(0.05)
+    assert odds.of(Kind.TURN, 0) == pytest.approx(0.95)
+    assert odds.of(Kind.TURN, 1) == odds.of(Kind.TURN, 7) == odds.of(Kind.TURN, 0)
+    for _ in range(36):
+        odds.lose(Kind.TURN, 1)
+    assert odds.of(Kind.TURN, 1) < 0.1 < odds.of(Kind.TURN, 0)
+
+
+def test_odds_follow_a_change() -> None:
+    odds = Odds()
+    for learn in (odds.meet, odds.lose, odds.miss):
+        for _ in range(2000):
+            learn(Kind.TURN, 3)
+    assert odds.of(Kind.TURN, 2) > 0.9
+    for _ in range(2000):
+        odds.lose(Kind.TURN, 2)
+    assert odds.of(Kind.TURN, 5) < 0.1
+
+
+def test_a_wanted_one_that_was_evicted_raises_the_odds_of_its_kind() -> None:
+    cache = make(frames=40)
+    run(cache, 40, kind=Kind.MARK)
+    number = 0
+    while why(cache, tokens(50))[1] != "evicted":
+        number += 1
+        run(cache, 30, first=1000 * number)
+    before = cache.shelf.odds.of(Kind.MARK, 0)
+    why(cache, tokens(50))
+    assert cache.shelf.odds.of(Kind.MARK, 0) > before
+
+
+def test_kinds_that_are_never_met_go_first() -> None:
+    """The end of a response that no later prompt contains, against the turn that all contain."""
+    cache = make(frames=200)
+    for number in range(12):
+        first = 1000 * number
+        run(cache, 30, first, Kind.RESPONSE)
+        lease = cache.lease("r", run(cache, 20, first + 500, Kind.TURN), 1)
+        cache.release(lease)
+    small = make(frames=90)
+    small.shelf.odds = cache.shelf.odds
+    kept = [run(small, 20, 5000, Kind.TURN), run(small, 20, 6000, Kind.RESPONSE)]
+    number = 0
+    while all(checkpoint.state is State.PUBLISHED for checkpoint in kept):
+        number += 1
+        run(small, 20, 10000 + 1000 * number, Kind.TURN)
+    assert kept[0].state is State.PUBLISHED

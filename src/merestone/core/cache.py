@@ -115,6 +115,7 @@ class Cache:
         )  # fmt: skip
         self.pool.hold(lease.frames(), lease.id)
         origin.leases += 1
+        self.shelf.odds.meet(origin.kind, origin.hits)
         origin.hits += 1
         self.shelf.touch(origin, now)
         self.shelf.mark(origin, 0.0)
@@ -198,7 +199,7 @@ class Cache:
         if reason:
             count(self.counters.discarded, f"{kind} {reason}")
             if reason == "window_hole":
-                self.shelf.graves.bury(lease.root, tokens[:at], reason)
+                self.shelf.graves.bury(lease.root, tokens[:at], reason, kind)
             return None
         assert tokens.size >= at
         same = self.shelf.index.find(lease.root, tokens[:at])
@@ -213,7 +214,7 @@ class Cache:
             self.shelf.make_room(int(self.hidden.full))
         except OutOfFrames:
             self.counters.no_room += 1
-            self.shelf.graves.bury(lease.root, tokens[:at], "no_room")
+            self.shelf.graves.bury(lease.root, tokens[:at], "no_room", kind)
             return None
         pages: dict[str, PageRun] = {}
         for group in self.spec.groups:
@@ -253,7 +254,8 @@ class Cache:
     def discard(self, checkpoint: Checkpoint, reason: str) -> None:
         """Drop a sealed or published checkpoint that must not be used (any more)."""
         if reason != "reset" and not checkpoint.doomed:
-            self.shelf.graves.bury(checkpoint.root, self.tokens(checkpoint), reason)
+            tokens = self.tokens(checkpoint)
+            self.shelf.graves.bury(checkpoint.root, tokens, reason, checkpoint.kind)
         self.shelf.drop(checkpoint)
         count(self.counters.discarded, f"{checkpoint.kind} {reason}")
 

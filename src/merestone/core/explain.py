@@ -1,6 +1,7 @@
 """Why a prompt restores less than the cache knows, or has known.
 
-Knows a match, the graves and the tree of each root; changes nothing.
+Knows a match, the graves and the tree of each root. All that it changes is what eviction learns
+from a checkpoint that was wanted and had been evicted.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ def explain(cache: Cache, root: Root, tokens: Tokens, found: Match) -> tuple[int
     """
     if found.lost not in ("", "unknown", "no_boundary"):
         return found.known, found.lost
-    buried, why = cache.shelf.graves.deepest(root, tokens)
-    if buried > found.at:
-        return max(buried, found.known), why
+    graves = [g for g in cache.shelf.graves.along(root, tokens) if g.at > found.at]
+    if graves:
+        deepest = graves[-1]
+        for grave in graves:  # any one of a chunk would have done
+            if grave.why == "evicted" and grave.at > deepest.at - cache.spec.chunk:
+                cache.shelf.odds.miss(grave.kind, grave.hits)
+        return max(deepest.at, found.known), deepest.why
     wanted = found.known + cache.spec.chunk
     if found.lost and found.known < cache.spec.chunk:
         tops = cache.shelf.index.tops

@@ -7,12 +7,24 @@ Must not know frames. Bounded; the oldest go first.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from hashlib import blake2b
 
-from merestone.core.checkpoint import Root
+from merestone.core.checkpoint import Kind, Root
 from merestone.core.index import Tokens
 
 Place = tuple[Root, int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Grave:
+    """``why`` there is no checkpoint at ``at`` tokens, and of which ``kind``, hit how often, the
+    one was that there might be."""
+
+    at: int
+    why: str
+    kind: Kind
+    hits: int = 0
 
 
 class Graves:
@@ -20,36 +32,36 @@ class Graves:
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
-        self._why: dict[Place, str] = {}
+        self._graves: dict[Place, Grave] = {}
         self._depths: dict[Root, Counter[int]] = {}
 
-    def bury(self, root: Root, tokens: Tokens, why: str) -> None:
+    def bury(self, root: Root, tokens: Tokens, why: str, kind: Kind, hits: int = 0) -> None:
         """No checkpoint of exactly ``tokens`` exists (any more)."""
         digest = blake2b(tokens.tobytes(), digest_size=16).digest()
         place = root, int(tokens.size), digest
-        if place in self._why:
+        if place in self._graves:
             self._remove(place)
-        self._why[place] = why
+        self._graves[place] = Grave(place[1], why, kind, hits)
         self._depths.setdefault(root, Counter())[place[1]] += 1
-        if len(self._why) > self._limit:
-            self._remove(next(iter(self._why)))
+        if len(self._graves) > self._limit:
+            self._remove(next(iter(self._graves)))
 
-    def deepest(self, root: Root, tokens: Tokens) -> tuple[int, str]:
-        """The deepest grave on the way of ``tokens`` and its reason; (0, "") if there is none."""
-        found, done = (0, ""), 0
+    def along(self, root: Root, tokens: Tokens) -> list[Grave]:
+        """The graves on the way of ``tokens``, shallowest first."""
+        found, done = [], 0
         hashed = blake2b(digest_size=16)
         for at in sorted(self._depths.get(root, ())):
             if at > tokens.size:
                 break
             hashed.update(tokens[done:at].tobytes())
             done = at
-            why = self._why.get((root, at, hashed.digest()))
-            if why is not None:
-                found = at, why
+            grave = self._graves.get((root, at, hashed.digest()))
+            if grave is not None:
+                found.append(grave)
         return found
 
     def _remove(self, place: Place) -> None:
-        del self._why[place]
+        del self._graves[place]
         root, at, _ = place
         depths = self._depths[root]
         depths[at] -= 1

@@ -48,17 +48,23 @@ EvictionKey = tuple[bool, bool, float, int, int]
 
 
 def eviction_key(
-    checkpoint: Checkpoint, above: int, size: float, cost: Cost, spared: bool = False
+    checkpoint: Checkpoint,
+    above: int,
+    size: float,
+    cost: Cost,
+    odds: float = 1.0,
+    spared: bool = False,
 ) -> EvictionKey:
     """Sorts what to evict first: the kinds of ``EARLY``, then by priority, recency and id; those
     that a time to live spares come after all others.
 
-    The priority is GreedyDual-Size (Cao and Irani, 1997): what a hit saves a byte, on top of the
-    inflation value when last used. ``above``: tokens of the next best ancestor, from which the
-    checkpoint would have to be recomputed. ``size``: bytes that only this checkpoint holds.
+    The priority is GreedyDual-Size (Cao and Irani, 1997): what a hit saves a byte, times the
+    ``odds`` that there will be one, on top of the inflation value when last used. ``above``: tokens
+    of the next best ancestor, from which the checkpoint would have to be recomputed. ``size``:
+    bytes that it holds alone, and its part of the anchor that it shares.
     """
     saved = cost.of(checkpoint.at) - cost.of(above)
-    priority = checkpoint.base + saved / size
+    priority = checkpoint.base + odds * saved / size
     return spared, checkpoint.kind not in EARLY, priority, checkpoint.used, checkpoint.id
 
 

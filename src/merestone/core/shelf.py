@@ -14,6 +14,7 @@ from merestone.core.checkpoint import Checkpoint, State
 from merestone.core.frames import FramePool, HiddenRows
 from merestone.core.graves import Graves
 from merestone.core.index import PrefixIndex, Tokens
+from merestone.core.odds import Odds
 from merestone.core.policy import Cost, EvictionKey, eviction_key
 
 MANY = 512
@@ -73,6 +74,7 @@ class Shelf:
         self.index = PrefixIndex()
         self.counters = Counters()
         self.graves = Graves()
+        self.odds = Odds()
         self.live: dict[int, Checkpoint] = {}
         self.evictable: dict[int, Checkpoint] = {}
         self.inflation = 0.0
@@ -207,12 +209,22 @@ class Shelf:
 
     def _key(self, checkpoint: Checkpoint) -> EvictionKey:
         above = self.index.ancestor(checkpoint)
-        size = self.own_bytes(checkpoint)
+        size = self.own_bytes(checkpoint) + self._shared_anchor(checkpoint)
+        odds = self.odds.of(checkpoint.kind, checkpoint.hits)
         spared = checkpoint.id in self._spared
-        return eviction_key(checkpoint, above.at if above else 0, size, self._cost, spared)
+        return eviction_key(checkpoint, above.at if above else 0, size, self._cost, odds, spared)
+
+    def _shared_anchor(self, checkpoint: Checkpoint) -> float:
+        """Its part of an anchor that it does not hold alone: neighbours in one chunk would each
+        seem to cost nothing, and keep each other for ever."""
+        anchor = checkpoint.anchor_frames
+        holders = int(self.pool.refs[anchor[0]]) if anchor else 1
+        return self._frame_bytes * len(anchor) / holders if holders > 1 else 0.0
 
     def _evict(self, checkpoint: Checkpoint, key: EvictionKey) -> list[int]:
         self.inflation = max(self.inflation, key[2])
         count(self.counters.evicted, checkpoint.kind)
-        self.graves.bury(checkpoint.root, self.index.tokens(checkpoint), "evicted")
+        self.odds.lose(checkpoint.kind, checkpoint.hits)
+        tokens = self.index.tokens(checkpoint)
+        self.graves.bury(checkpoint.root, tokens, "evicted", checkpoint.kind, checkpoint.hits)
         return self.drop(checkpoint)
