@@ -20,8 +20,7 @@ Old rows of the first tiles (keys, decays, strengths, z) come from a slot's ring
 them from the slot, too: where it stands is a multiple of SUB below every row that may still be
 rolled back, and never above the next anchor until that is ordered. A pass that begins at its anchor
 reads the anchor instead and leaves the slot as any other would. Definition:
-`merestone.ops.naive.kda_recurrent`. Source: Kimi Linear (arXiv 2510.26692), section 3; T by forward
-substitution as in flash-linear-attention.
+`merestone.ops.naive.kda_recurrent`. Source: Kimi Linear (arXiv 2510.26692), section 3.
 """
 
 from dataclasses import dataclass
@@ -37,9 +36,10 @@ from merestone.ops.triton.rows import Cells, Sequences
 
 SUB = 16
 """Rows of a tile: the smallest of a tensor core, and so free of charge at one row."""
-_COLUMNS = 64
-# Columns of K that are prepared at once, and by how many warps.
-_BLOCK, _WARPS = 32, 1
+# Columns of V that a program scans, and its warps.
+_COLUMNS, _SCAN_WARPS = 64, 4
+# Warps that prepare a tile, and the columns that they take at once where pairs have to be formed.
+_WARPS, _BLOCK = 4, 32
 # Decays are exp(G_i) exp(-G_j) while the second factor stays finite, and formed pair by pair for
 # rows behind a stronger decay: as the row's own G says, so whatever rows come after it.
 _EXPONENT = 80.0
@@ -95,15 +95,14 @@ def _scan(
     RING: tl.constexpr = 2 * CHUNK
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
+    anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
+    row = tl.load(rows + sequence).to(tl.int64)
+    slot = tl.load(slots + sequence).to(tl.int64) * heads + head
+    stand = stands + slot * PARTS + part
+    start, keep = from_to(first, anchor, advance, tl.load(stand), CHUNK, SUB)
     if first < end:
         left = part * COLUMNS
-        anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
-        row = tl.load(rows + sequence)
-        slot = tl.load(slots + sequence).to(tl.int64) * heads + head
-        stand = stands + slot * PARTS + part
-        start, keep = from_to(first, anchor, advance, tl.load(stand), CHUNK, SUB)
-        tile = (row // SUB + sequence * (RING // SUB + 2)).to(tl.int64) * heads + head
-        row = row.to(tl.int64)
+        tile = (row // SUB + sequence * (RING // SUB + 2)) * heads + head
         width, column = tl.arange(0, COLUMNS)[:, None], tl.arange(0, DIM)[None, :]
         number, offset = tl.load(places + head * 2), tl.load(places + head * 2 + 1)
         cell = memory + offset + column * WIDTH + left + width
@@ -237,6 +236,7 @@ def kda(
         reads, writes, mixes, fades, *tables,
         q.stride(0), k.stride(0), g.stride(0), heads, _EXPONENT,
         BLOCK=min(_BLOCK, dim), BOUNDED=lowest is not None and -lowest * SUB <= _EXPONENT,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=_WARPS, num_stages=1, **common,
     )  # fmt: skip
     _scan[(parts, heads, count)](
@@ -244,7 +244,7 @@ def kda(
         cache.values, out, *tables, sequences.anchor_frames, step.advance_frames,
         v.stride(0), anchors.memory.stride(0), heads,
         FRAMES=step.advance_frames.shape[1], WIDTH=width, COLUMNS=columns,
-        num_warps=4, num_stages=3, **common,
+        num_warps=_SCAN_WARPS, num_stages=3, **common,
     )  # fmt: skip
     return out
 

@@ -2,8 +2,8 @@
 """Tiles of delta attention: everything about their rows that does not need the state.
 
 Knows what `merestone.ops.triton.kda` says a tile is, where a pass begins, and rings of old rows.
-Must not know states. T is found by forward substitution, row by row, in fp32; products are of TF32
-pieces, their results rounded once. Source: flash-linear-attention's intra-chunk kernels.
+Must not know states. Products are of TF32 (pieces of it for T, and for fp32 operands): of bf16 keys
+and queries nothing is lost, of their decays eleven bits stay.
 """
 
 import triton
@@ -14,12 +14,6 @@ import triton.language as tl
 def _row_of(x, j, SUB: tl.constexpr):
     """Row ``j`` of x [SUB, n]: one term and zeros, exact in any order."""
     return tl.sum(tl.where(tl.arange(0, SUB)[:, None] == j, x, 0.0), 0)
-
-
-@triton.jit
-def _column_of(x, j, SUB: tl.constexpr):
-    """Column ``j`` of x [SUB, SUB]."""
-    return tl.sum(tl.where(tl.arange(0, SUB)[None, :] == j, x, 0.0), 1)
 
 
 @triton.jit
@@ -34,15 +28,17 @@ def from_to(first, anchor, advance, stands, CHUNK: tl.constexpr, SUB: tl.constex
 
 
 @triton.jit
-def _solved(a, share, SUB: tl.constexpr):
-    """T = (I + N)^-1 diag(share) with N_ij = share_i a_ij below the diagonal, [SUB, SUB] fp32."""
+def _inverse(lower, SUB: tl.constexpr):
+    """(I + N)^-1 for a strictly lower triangle [SUB, SUB], whose SUBth power is zero: by doubling,
+    (I - N)(I + N^2)(I + N^4)(I + N^8)."""
+    tl.static_assert(SUB == 16)
     row, column = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
-    lower = tl.where(row > column, a * share[:, None], 0.0)
-    t = tl.where(row == column, share[:, None], 0.0)
-    for j in range(SUB - 1):
-        done = _row_of(t, j, SUB)[None, :]
-        t = tl.where(row > j, t - _column_of(lower, j, SUB)[:, None] * done, t)
-    return t
+    inverse = tl.where(row == column, 1.0, 0.0) - lower
+    power = lower
+    for _ in tl.static_range(3):
+        power = tl.dot(power, power, input_precision="tf32x3")
+        inverse += tl.dot(inverse, power, input_precision="tf32x3")
+    return inverse
 
 
 @triton.jit
@@ -94,7 +90,7 @@ def _prepare_tile(
     q, k, g, beta, keys, decays, strengths, reads, writes, mixes, fades, base, first, end, keep,
     q_row, k_row, g_row, heads, LIMIT,
     DIM: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tile at ``base``: all pointers are at its head, those of results at its place."""
     position = base + tl.arange(0, SUB)
@@ -103,48 +99,39 @@ def _prepare_tile(
     share = tl.load(beta + (position - first).to(tl.int64) * heads, mask=new, other=0.0)
     share = tl.where(old, tl.load(strengths + ring, mask=old, other=0.0), share)
     tl.store(strengths + ring, share, mask=kept)
+    key, decay, at_ring, fresh_rows, fresh = _keys(
+        k, g, keys, decays, 0, base, first, end, k_row, g_row, DIM, DIM, RING, SUB
+    )
+    column = tl.arange(0, DIM)[None, :]
+    query = tl.load(q + fresh * q_row + column, mask=fresh_rows, other=0.0).to(tl.float32)
+    tl.store(keys + at_ring, key, mask=kept[:, None])
+    tl.store(decays + at_ring, decay, mask=kept[:, None])
+    key = key.to(tl.float32)
+    total = tl.cumsum(decay, 0)
+    grown = tl.exp(total)
+    of_key, of_query = key * grown, query * grown
     row, other = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
-    a = tl.zeros((SUB, SUB), tl.float32)
-    p = tl.zeros((SUB, SUB), tl.float32)
-    deepest = tl.zeros((SUB,), tl.float32)
     dtype = reads.dtype.element_ty
-    for left in range(0, DIM, BLOCK):
-        key, decay, at_ring, fresh_rows, fresh = _keys(
-            k, g, keys, decays, left, base, first, end, k_row, g_row, DIM, BLOCK, RING, SUB
-        )
-        tl.store(keys + at_ring, key, mask=kept[:, None])
-        tl.store(decays + at_ring, decay, mask=kept[:, None])
-        column = left + tl.arange(0, BLOCK)[None, :]
-        query = tl.load(q + fresh * q_row + column, mask=fresh_rows, other=0.0)
-        total = tl.cumsum(decay, 0)
-        deepest = tl.minimum(deepest, tl.min(total, 1))
-        grown = tl.exp(total)
-        of_key, of_query = key.to(tl.float32) * grown, query.to(tl.float32) * grown
-        right = tl.trans(key.to(tl.float32) * tl.exp(tl.minimum(-total, LIMIT)))
-        a = tl.dot(of_key, right, a, input_precision="tf32x3")
-        p = tl.dot(of_query, right, p, input_precision="tf32x3")
-        tl.store(reads + row * DIM + column, of_key.to(dtype))
-        tl.store(reads + SUB * DIM + row * DIM + column, of_query.to(dtype))
-    if not BOUNDED:  # noqa: SIM102
+    tl.store(reads + row * DIM + column, of_key.to(dtype))
+    tl.store(reads + SUB * DIM + row * DIM + column, of_query.to(dtype))
+    right = tl.trans(key * tl.exp(tl.minimum(-total, LIMIT)))
+    a = tl.dot(of_key, right, input_precision=PRECISION)
+    p = tl.dot(of_query, right, input_precision=PRECISION)
+    if not BOUNDED:
+        deepest = tl.min(total, 1)
         if tl.min(deepest, 0) < -LIMIT:
             a, p = _pairs(
                 a, p, deepest, q, k, g, keys, decays, base, first, end, q_row, k_row, g_row, LIMIT,
                 DIM, BLOCK, RING, SUB,
             )  # fmt: skip
-    t = _solved(a, share, SUB)
-    mix = tl.dot(tl.where(row >= other, p, 0.0), t, input_precision="tf32x3")
+    t = _inverse(tl.where(row > other, a * share[:, None], 0.0), SUB) * share[None, :]
+    mix = tl.dot(tl.where(row >= other, p, 0.0), t, input_precision=PRECISION)
     tl.store(mixes + row * SUB + other, mix.to(dtype))
-    for left in range(0, DIM, BLOCK):
-        key, decay, _, _, _ = _keys(
-            k, g, keys, decays, left, base, first, end, k_row, g_row, DIM, BLOCK, RING, SUB
-        )
-        total = tl.cumsum(decay, 0)
-        last = _row_of(total, SUB - 1, SUB)
-        faded = key.to(tl.float32) * tl.exp(last[None, :] - total)
-        written = tl.dot(tl.trans(t), faded, input_precision="tf32x3")
-        column = left + tl.arange(0, BLOCK)
-        tl.store(writes + row * DIM + column[None, :], written.to(dtype))
-        tl.store(fades + column, tl.exp(last))
+    last = _row_of(total, SUB - 1, SUB)
+    faded = key * tl.exp(last[None, :] - total)
+    written = tl.dot(tl.trans(t), faded, input_precision=PRECISION)
+    tl.store(writes + row * DIM + column, written.to(dtype))
+    tl.store(fades + tl.arange(0, DIM), tl.exp(last))
 
 
 @triton.jit
@@ -153,21 +140,18 @@ def prepare(
     firsts, rows, anchors, ends, advances, slots,
     q_row, k_row, g_row, heads, LIMIT,
     DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
-    SUB: tl.constexpr, BOUNDED: tl.constexpr,
+    SUB: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (any number, heads, sequences). A program takes every so manieth tile of a sequence."""
     RING: tl.constexpr = 2 * CHUNK
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
+    row = tl.load(rows + sequence).to(tl.int64)
+    anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
+    slot = tl.load(slots + sequence).to(tl.int64) * heads + head
+    start, keep = from_to(first, anchor, advance, tl.load(stands + slot * PARTS), CHUNK, SUB)
     if first < end:
-        row = tl.load(rows + sequence)
-        slot = tl.load(slots + sequence).to(tl.int64) * heads + head
-        start, keep = from_to(
-            first, tl.load(anchors + sequence), tl.load(advances + sequence),
-            tl.load(stands + slot * PARTS), CHUNK, SUB,
-        )  # fmt: skip
         place = row // SUB + sequence * (RING // SUB + 2)
-        row = row.to(tl.int64)
         q += row * q_row + head * DIM
         k += row * k_row + head * DIM
         g += row * g_row + head * DIM
@@ -175,10 +159,11 @@ def prepare(
         keys, decays = keys + slot * RING * DIM, decays + slot * RING * DIM
         strengths += slot * RING
         for index in range(tl.program_id(0), tl.cdiv(end - start, SUB), tl.num_programs(0)):
-            tile = (place + index).to(tl.int64) * heads + head
+            tile = (place + index) * heads + head
             _prepare_tile(
                 q, k, g, beta, keys, decays, strengths,
                 reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM, mixes + tile * SUB * SUB,
                 fades + tile * DIM, start + index * SUB, first, end, keep,
                 q_row, k_row, g_row, heads, LIMIT, DIM, BLOCK, RING, SUB, BOUNDED,
+                PRECISION,
             )  # fmt: skip
