@@ -13,12 +13,9 @@ import logging
 import platform
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -27,67 +24,20 @@ import torch
 import transformers
 import typer
 
-from bench.reference import Reference, Timed
+from bench.inprocess import InProcess, Timed, WrongResult, rates_together
+from bench.reference import Reference
 from bench.serving import merestone_process
 from merestone import __version__
-from merestone.engine.api import Event, Finished, GenerateRequest, TokenEvent
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
 from merestone.models.tiny import write_tiny
 from merestone.probe.client import Server
 from merestone.probe.streams import stream
-from merestone.sched.plan import SamplingParams
 
 STREAMS = 8
 DECODED = 65  # tokens of a decode run
 SHORT = 64  # tokens of its prompts
 AGREEMENT = (64, 200, 700)  # prompt tokens of the comparison with transformers
-TIMEOUT_S = 600.0
-
-
-class WrongResult(Exception):
-    """The answers are not what they must be; figures would be worth nothing."""
-
-
-class InProcess:
-    """An engine asked without HTTP."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self.engine = engine
-        self._numbers = count()
-
-    def generate(self, prompts: Sequence[Sequence[int]], count: int, salt: str) -> list[Timed]:
-        """``count`` greedy tokens after each prompt, all submitted at once."""
-        results = [Timed() for _ in prompts]
-        ended = [threading.Event() for _ in prompts]
-        began = time.perf_counter()
-        for place, prompt in enumerate(prompts):
-            request = GenerateRequest(
-                id=f"bench-{next(self._numbers)}",
-                tokens=tuple(prompt),
-                params=SamplingParams(),
-                max_tokens=count,
-                salt=salt,
-            )
-            self.engine.submit(request, _sink(results[place], ended[place], began))
-        for event in ended:
-            if not event.wait(TIMEOUT_S):
-                raise WrongResult("the engine did not answer")
-        return results
-
-
-def _sink(result: Timed, ended: threading.Event, began: float) -> Callable[[list[Event]], None]:
-    def sink(events: list[Event]) -> None:
-        now = time.perf_counter() - began
-        for event in events:
-            if isinstance(event, TokenEvent):
-                result.first_s = result.first_s if result.ids else now
-                result.ids.append(event.token)
-            elif isinstance(event, Finished):
-                result.total_s, result.restored = now, event.cache.restored
-                ended.set()
-
-    return sink
 
 
 class OverHttp:
@@ -141,19 +91,13 @@ def decode_rates(asked: Asked, name: str, vocab: int, runs: int) -> dict[str, An
         if many[0].ids != one.ids:
             raise WrongResult(f"alone {one.ids}, among {STREAMS} {many[0].ids}")
         alone.append(one.decode_rate)
-        together.append(_together(many))
+        together.append(rates_together(many))
     return _rates(alone, together)
 
 
 def _rates(alone: list[float], together: list[float]) -> dict[str, Any]:
     samples = {"alone": alone, "together": together}
     return {"alone": median(alone), "together": median(together), "samples": samples}
-
-
-def _together(results: Sequence[Timed]) -> float:
-    """Tokens a second after the first token of all, until the last of all."""
-    began = min(result.first_s for result in results)
-    return sum(len(r.ids) - 1 for r in results) / (max(r.total_s for r in results) - began)
 
 
 def reference_figures(
@@ -169,7 +113,7 @@ def reference_figures(
         firsts[str(length)] = {"cold_s": median(times), "colds": times}
     prompts = [stream(SHORT, number, vocab=vocab) for number in range(STREAMS)]
     alone = [reference.generate(prompts[:1], DECODED)[0].decode_rate for _ in range(runs)]
-    together = [_together(reference.generate(prompts, DECODED)) for _ in range(runs)]
+    together = [rates_together(reference.generate(prompts, DECODED)) for _ in range(runs)]
     return {"first_token": firsts, "decode": _rates(alone, together)}
 
 

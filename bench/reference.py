@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
 
-
-@dataclass
-class Timed:
-    """What one prompt gave. Seconds since it was handed over; ``ids`` without the prompt."""
-
-    ids: list[int] = field(default_factory=list)
-    first_s: float = 0.0
-    total_s: float = 0.0
-    restored: int = 0
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens a second after the first one."""
-        return (len(self.ids) - 1) / (self.total_s - self.first_s)
+from bench.inprocess import Timed
 
 
 class Reference:

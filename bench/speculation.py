@@ -25,7 +25,8 @@ import typer
 from training.evaluate import HELD_OUT
 from training.rows import make
 
-from bench.cpu import TIMEOUT_S, WrongResult, about, rounded
+from bench.cpu import about, rounded
+from bench.inprocess import TIMEOUT_S, WrongResult
 from merestone.engine.api import Event, Finished, GenerateRequest, TokenEvent
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine

@@ -1,0 +1,70 @@
+"""A switch for measurements only: the layers' products by cuBLAS, the recurrence by fla-core.
+
+What an engine that does not promise bits would run in our place: cuBLAS chooses its algorithm by
+the number of rows, decoding rewrites the state in place, prefill takes chunks as they come. Answers
+are not checked; nothing can be resumed from such a state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    out = x.to(weight.dtype) @ weight.transpose(-1, -2)
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, anchors: Any, cache: Any,
+    sequences: Any, step: Any, *, chunk: int, lowest: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    from fla.ops.kda import chunk_kda
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    rows, count = q.shape[0], sequences.first.shape[0]
+    starts = sequences.row.long()
+    ends = torch.cat([starts, starts[-1:] + (step.end - sequences.first)[-1:]])
+    inputs = [x[None].contiguous() for x in (q, k, v, g, beta)]
+    if rows <= count:
+        result, _ = fused_recurrent_kda_fwd(
+            *inputs, initial_state=cache.states, cu_seqlens=ends, ssm_state_indices=step.slot,
+            scale=1.0, state_v_first=True,
+        )  # fmt: skip
+    else:
+        bounded = {} if lowest is None else {"safe_gate": True, "lower_bound": lowest}
+        result, _ = chunk_kda(
+            *inputs, initial_state=cache.states[step.slot.long()], output_final_state=True,
+            scale=1.0, cu_seqlens=torch.tensor([0, rows], device=q.device), state_v_first=True,
+            **bounded,
+        )  # fmt: skip
+    if out is None:
+        return result[0]
+    return out.copy_(result[0])
+
+
+@contextmanager
+def inexact() -> Iterator[None]:
+    """While it lasts, engines are built on these."""
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    from merestone.layers.gpu import kda, mla, mlp
+    from merestone.models import gpu
+
+    before = [(room, room.linear) for room in (kda, mla, mlp, gpu)]
+    recurrence = kda.kda
+    for room, _ in before:
+        room.linear = _linear
+    kda.kda = _recurrence
+    try:
+        yield
+    finally:
+        for room, one in before:
+            room.linear = one
+        kda.kda = recurrence
