@@ -247,6 +247,28 @@ def product(
     """:func:`linear` by one tile and ``count`` segments. The tile does not change the result's
     bits; ``count`` does."""
     out_dtype = out_dtype or weight.dtype
+    if count == 1:
+        return _products(x, weight, tile, 1, out_dtype)[0]
+    parts = _products(x, weight, tile, count, torch.float32)
+    out = torch.empty(parts.shape[1:], dtype=out_dtype, device=x.device)
+    if out.numel():
+        _combine[(blocks(out.numel(), _COMBINED),)](
+            parts, out, out.numel(), SEGMENTS=count, BLOCK=_COMBINED,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def segment_products(x: Tensor, weight: Tensor) -> Tensor:
+    """The products of every segment of K, [segments, M, N] fp32: their sum in order, which a kernel
+    may form as it reads them, is :func:`linear`'s."""
+    n, k = weight.shape
+    tile = tile_for(x.shape[0], n, weight.dtype)
+    return _products(x, weight, tile, segments(n, k), torch.float32)
+
+
+def _products(x: Tensor, weight: Tensor, tile: Tile, count: int, out_dtype: torch.dtype) -> Tensor:
+    """[count, *batch, M, N]."""
     batched = x.ndim == 3
     batch = x.shape[0] if batched else 1
     rows, k = x.shape[-2:]
@@ -255,26 +277,18 @@ def product(
     aligned(x, weight)
     assert x.stride(-2) % 8 == weight.stride(-2) % 8 == 0, "a row starts off the vector grid"
     assert count == 1 or k % (count * DEPTH) == 0, (k, count)
-    out = torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
+    out = torch.empty(count, *x.shape[:-1], n, dtype=out_dtype, device=x.device)
     if rows == 0:
         return out
     x_batch, w_batch = (x.stride(0), weight.stride(0)) if batched else (0, 0)
     assert x_batch % 16 == w_batch % 16 == 0, (x_batch, w_batch)
-    into = out
-    if count > 1:
-        into = torch.empty(count, out.numel(), dtype=torch.float32, device=x.device)
     length = blocks(k, count)
     _product[(blocks(rows, tile.rows) * blocks(n, tile.columns), batch, count)](
-        x, weight, into, rows, n, k, length,
-        x_batch // 16, x.stride(-2), w_batch // 16, weight.stride(-2), rows * n, out.numel(),
+        x, weight, out, rows, n, k, length,
+        x_batch // 16, x.stride(-2), w_batch // 16, weight.stride(-2), rows * n, out[0].numel(),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=length % tile.depth == 0,
         BAND=_BAND, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if count > 1:
-        _combine[(blocks(out.numel(), _COMBINED),)](
-            into, out, out.numel(), SEGMENTS=count, BLOCK=_COMBINED,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
     return out
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from merestone.ops.triton.elementwise import sigmoid
-from merestone.ops.triton.gemm import Tile, linear, segment_sum
+from merestone.ops.triton.gemm import Tile, segment_products, segment_sum
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
 from merestone.ops.triton.norms import swiglu
 
@@ -28,24 +28,31 @@ _BF16_MANY = Tile(128, 128, 64, 8, 4)
 _FP32 = Tile(16, 64, 32, 4, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _route(
     logits,
     bias,
     ids,
     weights,
     scaling,
+    rows,
+    SEGMENTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """Grid: (rows). The K best experts, one after another; ties go to the lowest."""
+    """Grid: (rows). The K best experts, one after another; ties go to the lowest. logits:
+    [SEGMENTS, rows, EXPERTS], to be added in order."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED)
     inside = expert < EXPERTS
-    score = sigmoid(tl.load(logits + row * EXPERTS + expert, mask=inside, other=0.0))
+    logits += row * EXPERTS + expert
+    logit = tl.load(logits, mask=inside, other=0.0)
+    for segment in tl.static_range(1, SEGMENTS):
+        logit += tl.load(logits + segment * (rows.to(tl.int64) * EXPERTS), mask=inside, other=0.0)
+    score = sigmoid(logit)
     left = score + tl.load(bias + expert, mask=inside, other=0.0)
     # Whatever the logits, NaN included, K different experts are chosen.
     left = tl.where(left == left, left, -3.0e38)
@@ -196,14 +203,15 @@ def route(
     x [T, D], gate [E, D] and bias [E] fp32 -> ids [T, k] int32, best first, weights [T, k] fp32.
     """
     rows, experts = x.shape[0], gate.shape[0]
-    logits = linear(x, gate)
+    logits = segment_products(x, gate)
     aligned(logits, bias)
     ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     if rows:
         _route[(rows,)](
-            logits, bias, ids, weights, float(scaling),
-            EXPERTS=experts, PADDED=power_of_two(experts), K=k, SLOTS=power_of_two(k),
+            logits, bias, ids, weights, float(scaling), rows,
+            SEGMENTS=logits.shape[0], EXPERTS=experts, PADDED=power_of_two(experts), K=k,
+            SLOTS=power_of_two(k),
             NORMALISE=normalise,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

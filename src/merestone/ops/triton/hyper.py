@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from merestone.ops.triton.elementwise import rms_scale, sigmoid
-from merestone.ops.triton.gemm import linear
+from merestone.ops.triton.gemm import segment_products
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
 
 _BLOCK = 1024
@@ -31,6 +31,15 @@ def _balanced(logits, eps, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
+def _at(z, at, step, SEGMENTS: tl.constexpr):
+    """Products ``at`` of z, the segments' sums added in order."""
+    total = tl.load(z + at)
+    for segment in tl.static_range(1, SEGMENTS):
+        total += tl.load(z + segment * step + at)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _enter(
     streams,
     z,
@@ -43,12 +52,14 @@ def _enter(
     eps,
     rms_eps,
     norm_eps,
+    rows,
+    SEGMENTS: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):
-    """Grid: (rows)."""
+    """Grid: (rows). z: [SEGMENTS, rows, N (2 + N)]."""
     row = tl.program_id(0).to(tl.int64)
     stream, column = tl.arange(0, N), tl.arange(0, PADDED)
     square = stream[:, None] * N + stream[None, :]
@@ -56,12 +67,14 @@ def _enter(
     x = tl.load(streams + at, mask=column[None, :] < WIDTH, other=0.0).to(tl.float32)
     norm = tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / (N * WIDTH) + rms_eps)
     z += row * (N * (2 + N))
-    entry = tl.load(z + stream) / norm * tl.load(scale + stream) + tl.load(base + stream)
+    step = rows.to(tl.int64) * (N * (2 + N))
+    entry = _at(z, stream, step, SEGMENTS) / norm * tl.load(scale + stream) + tl.load(base + stream)
     pre = sigmoid(entry) + eps
     at = N + stream
-    leave = sigmoid(tl.load(z + at) / norm * tl.load(scale + at) + tl.load(base + at)) * 2.0
+    leave = _at(z, at, step, SEGMENTS) / norm * tl.load(scale + at) + tl.load(base + at)
+    leave = sigmoid(leave) * 2.0
     at = 2 * N + square
-    logits = tl.load(z + at) / norm * tl.load(scale + at) + tl.load(base + at)
+    logits = _at(z, at, step, SEGMENTS) / norm * tl.load(scale + at) + tl.load(base + at)
     tl.store(post + row * N + stream, leave)
     tl.store(comb + row * N * N + square, _balanced(logits, eps, ITERATIONS))
     mixed = tl.sum(x * pre[:, None], 0)[None, :].to(out.dtype.element_ty).to(tl.float32)
@@ -128,7 +141,7 @@ def enter(
     assert streams.is_contiguous()
     assert fn.dtype == base.dtype == scale.dtype == torch.float32
     assert n & (n - 1) == 0, n
-    z = linear(streams.view(rows, n * width), fn)
+    z = segment_products(streams.view(rows, n * width), fn)
     out = torch.empty(rows, width, dtype=streams.dtype, device=streams.device)
     post = torch.empty(rows, n, dtype=torch.float32, device=streams.device)
     comb = torch.empty(rows, n, n, dtype=torch.float32, device=streams.device)
@@ -137,8 +150,8 @@ def enter(
         padded = power_of_two(width)
         _enter[(rows,)](
             streams, z, base, scale, weight, out, post, comb,
-            float(eps), float(rms_eps), float(norm_eps),
-            N=n, WIDTH=width, PADDED=padded, ITERATIONS=iterations,
+            float(eps), float(rms_eps), float(norm_eps), rows,
+            SEGMENTS=z.shape[0], N=n, WIDTH=width, PADDED=padded, ITERATIONS=iterations,
             num_warps=min(max(n * padded // 1024, 1), 16), enable_fp_fusion=False,
         )  # fmt: skip
     return out, post, comb

@@ -39,7 +39,7 @@ SUB = 16
 # Columns of V that a program scans, and its warps.
 _COLUMNS, _SCAN_WARPS = 64, 4
 # Warps that prepare a tile, and the columns that they take at once where pairs have to be formed.
-_WARPS, _BLOCK = 4, 32
+_WARPS, _BLOCK = 2, 32
 # Decays are exp(G_i) exp(-G_j) while the second factor stays finite, and formed pair by pair for
 # rows behind a stronger decay: as the row's own G says, so whatever rows come after it.
 _EXPONENT = 80.0
