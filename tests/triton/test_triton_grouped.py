@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from merestone.ops import moe, naive
-from merestone.ops.triton.grouped import experts, route, sort_by_expert
+from merestone.ops.triton.by_expert import sort_by_expert
+from merestone.ops.triton.grouped import experts, grouped_gated, grouped_linear, route
+from merestone.ops.triton.norms import swiglu
 
 EXPERTS, WIDTH, INNER, K = 6, 32, 16, 3
 
@@ -59,6 +61,21 @@ def test_tokens_are_their_own(draw, device: str) -> None:
     for some in (everybody[7:8], everybody[:4], everybody.flip(0), everybody[20:35]):
         assert torch.equal(run(some), expected[some])
     assert run(everybody[:0]).shape == (0, WIDTH)
+    shared = draw(40, WIDTH)
+    both = experts(x, ids, weights, gate_up, down, None, more=shared, out_dtype=torch.float16)
+    assert torch.equal(both, (expected + shared).half())
+
+
+@pytest.mark.usefixtures("ordered_dot")
+def test_gates_in_the_same_launch(draw, device: str) -> None:
+    """Rounded in between as if they had been stored; a clamp counts."""
+    x = draw(9, WIDTH).half()
+    weight = draw(EXPERTS, 2 * INNER, WIDTH).half()
+    ids = torch.arange(9 * K, dtype=torch.int32, device=device).view(9, K) % EXPERTS
+    entries = sort_by_expert(ids, EXPERTS, torch.float16)
+    for limit in (None, 0.5):
+        apart = swiglu(grouped_linear(x, weight, entries, K, gather=True), limit)
+        assert torch.equal(grouped_gated(x, weight, entries, K, limit), apart), limit
 
 
 @pytest.mark.gpu

@@ -53,10 +53,14 @@ class GpuMoe:
         ids, shares = route(
             x, self._router, self._bias, self._chosen, self._normalise, self._scaling
         )
-        several = self._world.tp > 1
-        out = experts(x, ids, shares, self._gate_up, self._down, self._limit, partial=several)
+        if self._world.tp == 1:
+            more = self._shared.forward(x) if self._shared is not None else None
+            return experts(
+                x, ids, shares, self._gate_up, self._down, self._limit, more=more, out_dtype=x.dtype
+            )
+        out = experts(x, ids, shares, self._gate_up, self._down, self._limit, partial=True)
         if self._shared is not None:
-            out = out + (self._shared.partial(x) if several else self._shared.forward(x))
+            out = out + self._shared.partial(x)
         return self._world.ranks.sum(out, x.dtype)
 
 

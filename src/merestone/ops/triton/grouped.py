@@ -1,31 +1,24 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Mixture of experts: the router's choice, a stable sort by counting, grouped products.
+"""Mixture of experts: the router's choice, and products grouped by expert.
 
-Knows rows and experts. Must not know layers. Sorting is integer arithmetic; an expert's product is
-the ordinary one, one segment of K; a token's results are added in the router's order, best first,
-in fp32. So nothing depends on which other tokens chose the same expert. Definitions:
-`merestone.ops.moe` and `merestone.ops.naive`.
+Knows rows and experts. Must not know layers. An expert's product is the ordinary one, one segment
+of K; a token's results are added in the router's order, best first, in fp32. So nothing depends on
+which other tokens chose the same expert. Definitions: `merestone.ops.moe` and
+`merestone.ops.naive`.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from merestone.ops.triton.elementwise import sigmoid
-from merestone.ops.triton.gemm import Tile, segment_products, segment_sum
+from merestone.ops.triton.by_expert import NARROW, Sorted, sort_by_expert
+from merestone.ops.triton.elementwise import gated, sigmoid
+from merestone.ops.triton.gemm import segment_products, segment_sum
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
 from merestone.ops.triton.norms import swiglu
 
-# Entries that one program counts; blocks of them and experts that one program adds up.
-_ENTRIES, _PARTS, _GROUP = 64, 256, 16
 _BLOCK = 1024
-# By the mean number of rows of an expert. Tiles change no bits (see gemm.py).
-_BF16 = ((16, Tile(16, 128, 128, 4, 4)), (64, Tile(64, 128, 64, 4, 4)))
-_BF16_MANY = Tile(128, 128, 64, 8, 4)
-_FP32 = Tile(16, 64, 32, 4, 3)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -75,51 +68,42 @@ def _route(
     tl.store(weights + row * K + slot, values * scaling, mask=slot < K)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _count(ids, counts, count, PADDED: tl.constexpr, ENTRIES: tl.constexpr):
-    """Grid: (blocks of entries). How often each expert occurs: counts [blocks, PADDED]."""
-    at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    chosen = tl.load(ids + at, mask=at < count, other=-1)
-    expert = tl.arange(0, PADDED)
-    same = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * PADDED + expert, tl.sum(same, 0))
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _offsets(counts, totals, parts, PADDED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (PADDED / GROUP). Turns an expert's counts into its number in earlier blocks."""
-    expert = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    total = tl.zeros((GROUP,), tl.int32)
-    for start in range(0, parts, BLOCK):
-        part = start + tl.arange(0, BLOCK)[:, None]
-        at = counts + part * PADDED + expert[None, :]
-        here = tl.load(at, mask=part < parts, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(here, 0) - here, mask=part < parts)
-        total += tl.sum(here, 0)
-    tl.store(totals + expert, total)
-
-
 @triton.jit
-def _ends(totals, starts, ends, tile_ends, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Grid: (1). Where experts start and end, in entries, and end in tiles of ROWS."""
-    expert = tl.arange(0, PADDED)
-    total = tl.load(totals + expert)
-    end = tl.cumsum(total, 0)
-    tl.store(starts + expert, end - total)
-    tl.store(ends + expert, end)
-    tl.store(tile_ends + expert, tl.cumsum((total + ROWS - 1) // ROWS, 0))
-
-
-@triton.jit(do_not_specialize=["count"])
-def _place(ids, offsets, starts, order, count, PADDED: tl.constexpr, ENTRIES: tl.constexpr):
-    """Grid: (blocks of entries). order[place] = entry, stable within each expert."""
-    at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    chosen = tl.load(ids + at, mask=at < count, other=-1)
-    same = (chosen[:, None] == tl.arange(0, PADDED)[None, :]).to(tl.int32)
-    rank = tl.sum((tl.cumsum(same, 0) - same) * same, 1)
-    first = tl.load(offsets + tl.program_id(0) * PADDED + chosen, mask=at < count, other=0)
-    first += tl.load(starts + chosen, mask=at < count, other=0)
-    tl.store(order + first + rank, at, mask=at < count)
+def _gated_sum(
+    x,
+    w,
+    x_at,
+    w_at,
+    up,
+    K,
+    limit,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    LIMITED: tl.constexpr,
+):
+    """silu(gate) * up of the products of two halves of a weight, ``up`` elements apart: the sums of
+    `segment_sum`, each rounded as if it had been stored, [ROWS, COLUMNS] fp32."""
+    gate_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    at = tl.arange(0, DEPTH)
+    x_at = x_at[:, None] + at[None, :]
+    w_at = w_at[None, :] + at[:, None]
+    for k in range(0, K, DEPTH):
+        if EVEN:
+            left = tl.load(x + k + x_at)
+            gates, ups = tl.load(w + k + w_at), tl.load(w + up + k + w_at)
+        else:
+            inside = at[:, None] < K - k
+            left = tl.load(x + k + x_at, mask=at[None, :] < K - k, other=0.0)
+            gates = tl.load(w + k + w_at, mask=inside, other=0.0)
+            ups = tl.load(w + up + k + w_at, mask=inside, other=0.0)
+        gate_sum = tl.dot(left, gates, gate_sum, input_precision="tf32x3")
+        up_sum = tl.dot(left, ups, up_sum, input_precision="tf32x3")
+    dtype = w.dtype.element_ty
+    gate, raised = gate_sum.to(dtype).to(tl.float32), up_sum.to(dtype).to(tl.float32)
+    return gated(gate, raised, limit, LIMITED)
 
 
 @triton.jit
@@ -135,8 +119,11 @@ def _product(
     x_row,
     w_expert,
     w_row,
+    limit,
     PER_ROW: tl.constexpr,
     GATHER: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMITED: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -144,7 +131,8 @@ def _product(
     EVEN: tl.constexpr,
 ):
     """Grid: (tiles at most, tiles of columns). GATHER: reads tokens' rows, writes sorted ones; else
-    reads sorted rows and writes them to their entries."""
+    reads sorted rows and writes them to their entries. GATED: the weight has 2 N rows, gates first,
+    and what is written is gated."""
     tile = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     last_tiles = tl.load(tile_ends + expert)
@@ -164,15 +152,23 @@ def _product(
         target = place if GATHER else entry
         w += mine.to(tl.int64) * w_expert + left.to(tl.int64) * w_row
         w_at = tl.minimum(column, N - 1 - left) * w_row
-        total = segment_sum(x, w, source * x_row, w_at, 0, K, ROWS, COLUMNS, DEPTH, EVEN)
+        if GATED:
+            total = _gated_sum(
+                x, w, source * x_row, w_at, N * w_row, K, limit,
+                ROWS, COLUMNS, DEPTH, EVEN, LIMITED,
+            )  # fmt: skip
+        else:
+            total = segment_sum(x, w, source * x_row, w_at, 0, K, ROWS, COLUMNS, DEPTH, EVEN)
         to = out + target.to(tl.int64)[:, None] * N + left + column[None, :]
         stored = inside[:, None] & (column < N - left)[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
-def _combine(results, weights, out, WIDTH, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (rows, blocks of columns). The weighted sum, best expert first."""
+def _combine(
+    results, weights, more, out, WIDTH, K: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid: (rows, blocks of columns). The weighted sum, best expert first, then what is MORE."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -180,19 +176,9 @@ def _combine(results, weights, out, WIDTH, K: tl.constexpr, BLOCK: tl.constexpr)
     for k in tl.static_range(K):
         one = tl.load(results + (row * K + k) * WIDTH + column, mask=inside, other=0.0)
         total += one.to(tl.float32) * tl.load(weights + row * K + k)
-    tl.store(out + row * WIDTH + column, total, mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Sorted:
-    """Entries (row * k + choice) by expert: ``order`` [n], and where experts end, in entries
-    (``ends``) and in tiles of ``tile.rows`` (``tile_ends``), padded; all int32."""
-
-    order: Tensor
-    ends: Tensor
-    tile_ends: Tensor
-    tile: Tile
-    most_tiles: int
+    if MORE:
+        total += tl.load(more + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 def route(
@@ -218,31 +204,6 @@ def route(
     return ids, weights
 
 
-def sort_by_expert(ids: Tensor, experts: int, dtype: torch.dtype) -> Sorted:
-    """Stable order of the entries of ids [T, k] int32 by expert, for products in ``dtype``."""
-    assert ids.dtype == torch.int32
-    assert ids.is_contiguous()
-    count, padded = ids.numel(), power_of_two(experts)
-    mean = count // experts
-    tile = _FP32
-    if dtype == torch.bfloat16:
-        tile = next((tile for most, tile in _BF16 if mean <= most), _BF16_MANY)
-    parts = blocks(count, _ENTRIES)
-    offsets = torch.empty(parts, padded, dtype=torch.int32, device=ids.device)
-    order = torch.empty(count, dtype=torch.int32, device=ids.device)
-    totals, starts, ends, tile_ends = torch.empty(4, padded, dtype=torch.int32, device=ids.device)
-    if count:
-        group = min(_GROUP, padded)
-        each = {"PADDED": padded, "num_warps": 8}
-        _count[(parts,)](ids, offsets, count, ENTRIES=_ENTRIES, **each)
-        _offsets[(padded // group,)](offsets, totals, parts, GROUP=group, BLOCK=_PARTS, **each)
-        _ends[(1,)](totals, starts, ends, tile_ends, ROWS=tile.rows, **each)
-        _place[(parts,)](ids, offsets, starts, order, count, ENTRIES=_ENTRIES, **each)
-    # Every expert has at most one tile that is not full, and no more tiles than entries.
-    most = min(count, count // tile.rows + experts)
-    return Sorted(order, ends, tile_ends, tile, most)
-
-
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -258,7 +219,35 @@ def grouped_linear(
     ``gather``: x [T, K] are tokens, the result [n, N] is sorted by expert. Else x [n, K] is sorted
     and the result's row is its entry (token * per_row + choice).
     """
-    count, n, k = entries.order.shape[0], weight.shape[1], weight.shape[2]
+    n = weight.shape[1]
+    return _grouped(x, weight, entries, per_row, n, gather=gather, out_dtype=out_dtype)
+
+
+def grouped_gated(
+    x: Tensor, weight: Tensor, entries: Sorted, per_row: int, limit: float | None
+) -> Tensor:
+    """silu(gate) * up of each entry's products with its expert's weight [E, 2 I, K], gates first:
+    x [T, K] -> [n, I], sorted by expert. With few rows an expert in the same launch: the same
+    bits."""
+    if entries.tile.rows == NARROW:
+        half = weight.shape[1] // 2
+        return _grouped(x, weight, entries, per_row, half, gather=True, gated=True, limit=limit)
+    return swiglu(grouped_linear(x, weight, entries, per_row, gather=True), limit)
+
+
+def _grouped(
+    x: Tensor,
+    weight: Tensor,
+    entries: Sorted,
+    per_row: int,
+    n: int,
+    *,
+    gather: bool,
+    gated: bool = False,
+    limit: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    count, k = entries.order.shape[0], weight.shape[2]
     assert x.dtype == weight.dtype
     assert x.stride(0) % 8 == weight.stride(1) % 8 == 0, "a row starts off the vector grid"
     # Rows are addressed by 32 bits (see segment_sum).
@@ -267,11 +256,14 @@ def grouped_linear(
     aligned(x, weight, out)
     if count:
         tile = entries.tile
-        _product[(entries.most_tiles, blocks(n, tile.columns))](
+        # Two sums share the room of one.
+        columns = tile.columns // 2 if gated else tile.columns
+        _product[(entries.most_tiles, blocks(n, columns))](
             x, weight, out, entries.order, entries.ends, entries.tile_ends,
-            n, k, x.stride(0), weight.stride(0), weight.stride(1),
-            PER_ROW=per_row, GATHER=gather, PADDED=entries.ends.shape[0],
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=k % tile.depth == 0,
+            n, k, x.stride(0), weight.stride(0), weight.stride(1), float(limit or 0.0),
+            PER_ROW=per_row, GATHER=gather, GATED=gated, LIMITED=limit is not None,
+            PADDED=entries.ends.shape[0],
+            ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, EVEN=k % tile.depth == 0,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -285,22 +277,28 @@ def experts(
     down: Tensor,
     limit: float | None,
     partial: bool = False,
+    *,
+    more: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The weighted sum of each token's experts, [T, D] fp32.
+    """The weighted sum of each token's experts, and ``more`` [T, D] added last: [T, D], summed in
+    fp32 and rounded once.
 
     x [T, D], ids [T, k] int32, weights [T, k] fp32, gate_up [E, 2 I, D] (gate rows first), down
     [E, D, I]. ``partial``: these are parts of the inner width, so each expert's result is left in
     fp32, to be summed.
     """
     rows, k = ids.shape
-    entries = sort_by_expert(ids, down.shape[0], down.dtype)
-    both = grouped_linear(x, gate_up, entries, k, gather=True)
-    wide = torch.float32 if partial else None
-    results = grouped_linear(swiglu(both, limit), down, entries, k, gather=False, out_dtype=wide)
     width = down.shape[1]
-    out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
+    assert more is None or (more.shape == (rows, width) and more.is_contiguous())
+    entries = sort_by_expert(ids, down.shape[0], down.dtype)
+    inner = grouped_gated(x, gate_up, entries, k, limit)
+    wide = torch.float32 if partial else None
+    results = grouped_linear(inner, down, entries, k, gather=False, out_dtype=wide)
+    out = torch.empty(rows, width, dtype=out_dtype, device=x.device)
     if rows:
         _combine[(rows, blocks(width, _BLOCK))](
-            results, weights, out, width, K=k, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
-        )
+            results, weights, weights if more is None else more, out, width,
+            K=k, MORE=more is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
