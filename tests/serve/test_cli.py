@@ -49,6 +49,8 @@ def test_sizes(text: str, size: int) -> None:
         (["serve", "--log-level", "loud"], 2, "'loud' is not one of"),
         (["serve", "/does/not/exist"], 2, "/does/not/exist is no directory"),
         (["serve", "--unheard-of"], 2, "--unheard-of"),
+        (["serve", "--store", "tape:1GB"], 2, "--store 'tape:1GB' is not memory:SIZE"),
+        (["serve", "--store", "disk:/proc/none:1GB"], 2, "--store disk:/proc/none: "),
         (["frobnicate"], 2, "frobnicate"),
         (["tiny", "x", "--arch", "glm9"], 2, "'glm9' is not one of"),
         (["chat", "--url", "http://127.0.0.1:9"], 1, "127.0.0.1:9"),

@@ -113,8 +113,7 @@ class Porter:
     # -- out ------------------------------------------------------------------------------------
 
     def _export(self, order: Export) -> None:
-        frames = torch.tensor([s.frame for s in order.segments], device=self.arena.memory.device)
-        raw = self.arena.memory[frames].cpu().numpy()  # [segments, frame_bytes]
+        raw = self._frames([segment.frame for segment in order.segments])
         named = []
         for row, segment in zip(raw, order.segments, strict=True):
             spans = segment_spans(self.arena, segment)
@@ -134,6 +133,16 @@ class Porter:
             self._report(StoreReport(order.ticket, self.rank, error, sums or (), sizes))
 
         self.writers[order.tier].post(write, done)
+
+    def _frames(self, numbers: list[int]) -> Bytes:
+        """[len(numbers), frame_bytes], copied to host memory; from a GPU through pinned memory."""
+        memory = self.arena.memory
+        rows = memory[torch.tensor(numbers, device=memory.device)]
+        if memory.is_cuda:
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            rows = host.copy_(rows)
+        found: Bytes = rows.numpy()
+        return found
 
     def _erase(self, order: Erase) -> None:
         names = [segment_name(address, self.rank) for address in order.addresses]
@@ -205,9 +214,8 @@ class Porter:
         whole = [i for i, segment in enumerate(order.segments) if segment.part != "hidden"]
         if whole:
             frames = torch.tensor([order.segments[i].frame for i in whole], device=memory.device)
-            memory[frames] = torch.from_numpy(np.stack([staged[i] for i in whole])).to(
-                memory.device
-            )
+            rows = torch.from_numpy(np.stack([staged[i] for i in whole]))
+            memory[frames] = (rows.pin_memory() if memory.is_cuda else rows).to(memory.device)
         for segment, row in zip(order.segments, staged, strict=False):
             if segment.part == "hidden":
                 (span,) = segment_spans(self.arena, segment)

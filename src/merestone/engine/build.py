@@ -184,6 +184,8 @@ def over_ranks(
             stores.closing += [tier.close for tier in tiers]
     except BaseException:
         ranks.close()
+        for tier in tiers:
+            tier.close()
         raise
     engine.attendant = ranks
     ranks.listen(engine.device_lost, engine.device_back)
