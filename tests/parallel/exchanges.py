@@ -10,7 +10,9 @@ from torch import Tensor
 from merestone.parallel.group import SMALL, CollectiveError, in_rank_order
 from merestone.parallel.world import World
 
-COUNTS = (1, 3, 4, 1000, SMALL // 4, SMALL // 4 + 1, 3 * SMALL // 4 + 2)
+# Around the size at which two, three and four ranks go another way.
+TURNS = [SMALL // 4 // others for others in (3, 2, 1)]
+COUNTS = (1, 3, 1000, *(turn + more for turn in TURNS for more in (0, 1)), SMALL // 4 + 1002)
 
 
 def of_rank(rank: int, count: int) -> Tensor:

@@ -20,9 +20,9 @@ _GATHER: Callable[..., Any] = getattr(
 )
 _EXCHANGE: Callable[..., Any] = distributed.all_to_all_single
 
-SMALL = 1 << 18
-"""Bytes up to which a sum gathers whole messages; above, each rank sums a part and gathers those.
-Time alone depends on it: an element is added in the same order either way."""
+SMALL = 1 << 21
+"""Bytes that a rank may receive to sum whole messages; above, each rank sums a part, and the sums
+are gathered. Time alone depends on it: an element is added in the same order either way."""
 
 
 class CollectiveError(RuntimeError):
@@ -82,7 +82,7 @@ class Group:
         assert x.dtype == torch.float32, x.dtype
         if self.size == 1:
             return x.to(dtype)
-        if x.numel() * x.itemsize <= SMALL:
+        if x.numel() * x.itemsize * (self.size - 1) <= SMALL:
             return in_rank_order(self.gather(x)).to(dtype)
         flat = pad(x.flatten(), (0, -x.numel() % self.size))
         mine = in_rank_order(self.exchange(flat.view(self.size, -1))).to(dtype)
