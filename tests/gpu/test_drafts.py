@@ -5,14 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 import spec_engine.test_equal as scenarios
 from gpu.machine import DEVICE, GpuReal, cold, tiny
 from gpu.test_thin import SPARSE, answer, prompt
 from layers.test_glm5_next import build
+from merestone.device.gpu_passes import Sampled
+from merestone.device.gpu_sampling import GpuSlot, Sampling
 from merestone.engine.api import TokenEvent
 from merestone.models.gpu import GpuModel, on_gpu
-from merestone.sched.plan import SamplingParams
+from merestone.sched.plan import SamplingParams, Work
 from spec_engine.parrot import Parrot
 from spec_engine.spoken import KINDS, Spoken
 
@@ -93,3 +96,23 @@ def test_a_block_of_drafts_has_the_plain_bits() -> None:
     real = GpuReal(model, parrot, frames=300, max_running=1, token_budget=64)
     assert answer(real.ask(ids, 4)) == answer(plain)
     assert sum(real.engine.scheduler.depth.tally.accepted) == 1
+    # Restored whole: the first step runs no layer, and drafts are made for the next all the same.
+    again = real.ask(ids, 2)
+    assert again.restored == len(ids)
+    assert answer(again) == answer(plain)[:2]
+
+
+def test_rows_that_are_not_finite_mark_their_slot() -> None:
+    """Whatever the device found in them: no id of such a row is used, nor looked up."""
+    greedy, drawn = SamplingParams(logprobs=2), SamplingParams(temperature=1.0)
+    slots = {i: GpuSlot((1, 2), 2, 0, how) for i, how in enumerate((greedy, greedy, drawn))}
+    works = [Work(i, 1, 2, (2,), (), 0, (), 0, (), True) for i in slots]
+    sampling = Sampling(works, slots)
+    logits = torch.randn(3, 8)
+    sampling.launch(Sampled(logits, torch.zeros(3), torch.zeros(3)))
+    bad_slots: set[int] = set()
+    # Ids, then which rows are bad, then the token that was drawn.
+    results = sampling.results([8, 5, 0, 1, 0, 1, 8], bad_slots)
+    assert bad_slots == {0, 2}
+    assert results[1].tokens == (5,)
+    assert slots[0].output == slots[2].output == []

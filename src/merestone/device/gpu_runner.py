@@ -63,7 +63,7 @@ class GpuRunner:
         self._bind(plan)
         self._copy(plan.before)
         computed = [self._with_drafts(work) for work in plan.works if work.start < work.end]
-        self._remember(computed)
+        self._remember(plan.works)
         passed = self._forward(computed)
         scored = self._score_prompts(computed, passed)
         moved = [work for work in computed if work.advance_frames]

@@ -62,6 +62,10 @@ def drawable(params: SamplingParams) -> bool:
     )
 
 
+class _NotFiniteError(Exception):
+    """A token was to be drawn from values that are not finite."""
+
+
 class Sampling:
     """The rows that the works of one step are sampled from, in their order."""
 
@@ -102,22 +106,27 @@ class Sampling:
             if drawable(slot.params):
                 best[own] = drawn[done : done + work.drafts + 1]
                 done += work.drafts + 1
-            result = self._choose(work, slot, own.start, best[own])
-            if any(bad[own][: len(result.tokens)]):
+            result = self._choose(work, slot, own.start, best[own], bad[own])
+            if result is None:
                 bad_slots.add(work.slot)
             else:
                 results[work.slot] = result
         return results
 
-    def _choose(self, work: Work, slot: GpuSlot, first: int, ids: Sequence[int]) -> WorkResult:
+    def _choose(
+        self, work: Work, slot: GpuSlot, first: int, ids: Sequence[int], bad: Sequence[int]
+    ) -> WorkResult | None:
         """Tokens from position ``work.end`` on, as far as the drafts are what is drawn; ``ids`` are
-        the device's, rows begin at ``first``."""
+        the device's, rows begin at ``first``. None if one of them is of a bad row."""
         params = slot.params
         here = plain_greedy(params) or drawable(params)
         entries: list[TokenLogprob] = []
 
         def next_token(place: int) -> int:
             assert self._sampled is not None
+            if bad[place]:
+                # The id of such a row says nothing, and may not even be one.
+                raise _NotFiniteError
             token = ids[place]
             if not here or params.logprobs is not None:
                 row = self._sampled.logits[first + place].cpu()
@@ -128,7 +137,10 @@ class Sampling:
             slot.append(token)
             return token
 
-        tokens = accept(slot.drafts[: work.drafts], next_token)
+        try:
+            tokens = accept(slot.drafts[: work.drafts], next_token)
+        except _NotFiniteError:
+            return None
         return WorkResult(work.slot, tokens, tuple(entries))
 
 
