@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -20,13 +19,19 @@ from merestone.core.cache import Cache, CacheSpec
 from merestone.core.gate import PROVEN_LAYOUTS, Setup, choose, table
 from merestone.device.arena import Arena
 from merestone.device.layout import plan_layout
-from merestone.device.porter import Porter
 from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
 from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
-from merestone.engine.outside import declared, identity_of, keep_outside, open_tiers
+from merestone.engine.outside import (
+    StoringDevice,
+    declared,
+    give_stores,
+    identity_of,
+    keep_outside,
+    open_tiers,
+)
 from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.launch import WORKER
 from merestone.engine.ranks.messages import RankOptions
@@ -52,13 +57,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SMALL_WEIGHTS = 256 << 20
 CPU_MEMORY = 512 << 20
 """Bytes of the pool on a CPU, if nothing is said."""
-
-
-class StoringDevice(Device, Protocol):
-    """A device in this process, to which stores can be given."""
-
-    arena: Arena
-    porter: Porter | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +257,8 @@ def assemble(
     runner, facts = build_on(resolve_device(options.device), model, options, drafter, world)
     engine = engine_over(runner, facts, options, name)
     if options.stores:
-        tiers, bell = open_tiers(options.stores), Bell()
-        runner.porter = porter = Porter(runner.arena, tiers, 0, bell.ring)
         settings = StoreSettings(wait_s=options.store_wait)
-        identity = identity_of(weights, facts, 1)
-        stores = keep_outside(engine, options.stores, tiers, identity, settings, bell)
-        stores.closing += [porter.close, *(tier.close for tier in tiers)]
+        give_stores(runner, engine, options.stores, identity_of(weights, facts, 1), settings)
     return engine
 
 

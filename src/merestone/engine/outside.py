@@ -11,11 +11,15 @@ import platform
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from merestone import __version__
 from merestone.core.checkpoint import Kind
+from merestone.device.arena import Arena
+from merestone.device.porter import Porter
+from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
 from merestone.store.catalog import Catalog
@@ -31,6 +35,13 @@ from merestone.store.stores import Stores
 from merestone.store.tier import Tier
 
 log = logging.getLogger("merestone.store")
+
+
+class StoringDevice(Device, Protocol):
+    """A device in this process, to which stores can be given."""
+
+    arena: Arena
+    porter: Porter | None
 
 
 TIERS: dict[str, type[MemoryTier] | type[DiskTier] | type[NetworkTier]] = {
@@ -93,6 +104,24 @@ def _device(kind: str) -> str:
     if kind == "cpu":
         return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return f"{kind} {torch.cuda.get_device_name()}"
+
+
+def give_stores(
+    runner: StoringDevice,
+    engine: LocalEngine,
+    stores: Sequence[str],
+    identity: Identity,
+    settings: StoreSettings,
+) -> None:
+    """Have ``engine`` over ``runner``, a device in this process, keep its checkpoints in stores.
+
+    Raises:
+        ValueError: one cannot be opened.
+    """
+    tiers, bell = open_tiers(stores), Bell()
+    runner.porter = porter = Porter(runner.arena, tiers, 0, bell.ring)
+    kept = keep_outside(engine, stores, tiers, identity, settings, bell)
+    kept.closing += [porter.close, *(tier.close for tier in tiers)]
 
 
 def keep_outside(

@@ -16,7 +16,6 @@ from merestone import __version__
 from merestone.device.porter import Porter
 from merestone.engine.build import (
     EngineOptions,
-    StoringDevice,
     build_on,
     load,
     load_draft,
@@ -25,7 +24,7 @@ from merestone.engine.build import (
     weights_of,
 )
 from merestone.engine.facts import Facts
-from merestone.engine.outside import open_tiers
+from merestone.engine.outside import StoringDevice, open_tiers
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome, flat
 from merestone.parallel.world import World, connect
