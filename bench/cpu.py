@@ -10,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 
+from bench.about import about, rounded
 from bench.inprocess import InProcess, Timed, WrongResult, rates_together
 from bench.reference import Reference
 from bench.serving import merestone_process
-from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
 from merestone.models.tiny import write_tiny
@@ -195,30 +192,6 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return {**found, "targets": targets}
 
 
-def about(threads: int, model: str) -> dict[str, Any]:
-    """What the figures belong to."""
-    return {
-        "device": _processor(),
-        "threads": threads,
-        "model": model,
-        "dtype": "float32",
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "merestone": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} x {len(names)}" if names else platform.machine()
-
-
 def main(
     model: Annotated[Path | None, typer.Option(help="Default: a tiny random one.")] = None,
     threads: Annotated[int, typer.Option(min=1)] = 2,
@@ -250,14 +223,6 @@ def _serve_options(directory: Path, options: EngineOptions) -> list[str]:
     """The command line of a server with the same engine."""
     named = ("--dtype", options.dtype, "--threads", options.threads, "--memory", options.memory)
     return [str(directory), "--served-model-name", "bench", *map(str, named)]
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

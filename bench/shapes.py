@@ -30,9 +30,10 @@ def write_kimi(directory: Path) -> None:
     )  # fmt: skip
 
 
-def write_glm_slice(directory: Path, experts: int = 64) -> None:
-    """Eight layers of GLM-5.3-Flash at their true dimensions, with ``experts`` of 288 experts."""
-    write_tiny(directory, mtp=False, index_heads=32, index_topk=2048, experts=experts)
+def write_glm_slice(directory: Path, experts: int = 64, layers: int = 8, mtp: bool = False) -> None:
+    """The first ``layers`` of GLM-5.3-Flash at their true dimensions, with ``experts`` of 288
+    experts, and its MTP layer."""
+    write_tiny(directory, layers=layers, mtp=mtp, index_heads=32, index_topk=2048, experts=experts)
     _change(
         directory,
         {

@@ -1,6 +1,7 @@
 """What speculation brings: steps and tokens a second, accepted drafts, cold and restored.
 
     python -m bench.speculation --save bench/results/speculation-NAME.json
+    python -m bench.speculation --device cuda --slice --kinds none,mtp:3
 
 Answers are chats like those that the bundled model was trained on, one stream at a time. Refuses to
 report when a kind of speculation changes an id or a bit of a log probability, or when a restored
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +27,15 @@ import typer
 from training.evaluate import HELD_OUT
 from training.rows import make
 
-from bench.cpu import about, rounded
+from bench.about import about, rounded
 from bench.inprocess import TIMEOUT_S, WrongResult
+from bench.shapes import write_glm_slice
 from merestone.engine.api import Event, Finished, GenerateRequest, TokenEvent
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
 from merestone.sched.plan import SamplingParams
 
-KINDS = ("none", "mtp:3", "dflash")
+KINDS = "none,mtp:3,dflash"
 BUNDLED = Path(__file__).parents[1] / "src" / "merestone" / "assets" / "merestone-tiny"
 
 
@@ -142,11 +145,16 @@ def figures(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def measure(
-    directory: Path, options: dict[str, Any], texts: Sequence[Sequence[int]], count: int
+    directory: Path,
+    options: dict[str, Any],
+    kinds: Sequence[str],
+    texts: Sequence[Sequence[int]],
+    count: int,
 ) -> dict[str, Any]:
+    """Figures of each of ``kinds``, the first of which is "none"."""
     report: dict[str, Any] = {}
     plain: list[Answer] = []
-    for kind in KINDS:
+    for kind in kinds:
         cold, restored = run(directory, EngineOptions(speculate=kind, **options), texts, count)
         plain = plain or cold
         if [a.tokens for a in cold] != [a.tokens for a in plain]:
@@ -154,7 +162,7 @@ def measure(
         report[kind] = {"cold": figures(cold), "restored": figures(restored)}
         print(kind, json.dumps(rounded(report[kind])), flush=True)
     base = report["none"]["cold"]
-    for kind in KINDS[1:]:
+    for kind in kinds[1:]:
         found = report[kind]["cold"]
         report[kind]["tokens_to_none"] = found["tokens_per_s"] / base["tokens_per_s"]
         report[kind]["step_cost"] = base["steps_per_s"] / found["steps_per_s"]
@@ -163,6 +171,11 @@ def measure(
 
 def main(
     model: Annotated[Path, typer.Option(help="With an MTP layer, and a draft inside.")] = BUNDLED,
+    true_sizes: Annotated[
+        bool, typer.Option("--slice", help="Random layers of published sizes instead.")
+    ] = False,
+    kinds: Annotated[str, typer.Option(help="Of speculation; none comes first.")] = KINDS,
+    device: Annotated[str, typer.Option()] = "cpu",
     dtype: Annotated[str, typer.Option()] = "float32",
     threads: Annotated[int, typer.Option(min=1)] = 1,
     length: Annotated[int, typer.Option(min=64, help="Prompt tokens.")] = 4096,
@@ -173,13 +186,26 @@ def main(
 ) -> None:
     """Measure, compare and report."""
     logging.getLogger("merestone").setLevel(logging.ERROR)
-    report = about(threads, model.name) | {"dtype": dtype, "prompt": length, "answer": count}
-    options = {"dtype": dtype, "threads": threads, "memory": memory << 20, "max_running": 1}
-    try:
-        report |= measure(model, options, prompts(chats, length), count)
-    except WrongResult as error:
-        print(json.dumps({**report, "refused": str(error)}))
-        sys.exit(1)
+    report = about(threads, "slice of GLM-5.3-Flash" if true_sizes else model.name, device)
+    report |= {"dtype": dtype, "prompt": length, "answer": count}
+    options: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "memory": memory << 20,
+        "max_running": 1,
+    }
+    texts = prompts(chats, length)
+    with tempfile.TemporaryDirectory() as scratch:
+        if true_sizes:
+            model = Path(scratch)
+            write_glm_slice(model, experts=288, layers=4, mtp=True)
+            options["load_format"] = "random"
+        try:
+            report |= measure(model, options, kinds.split(","), texts, count)
+        except WrongResult as error:
+            print(json.dumps({**report, "refused": str(error)}))
+            sys.exit(1)
     report = rounded(report)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def ladder(most: int) -> list[int]:
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
-def _sees(longest: int) -> int:
+def reach_of(longest: int) -> int:
     """The size of contexts that ``longest`` tokens fall into."""
     size = SHORTEST
     while size < longest:
@@ -89,7 +89,7 @@ class Passes:
         self._slots = slots
         self._each = drafts + 1
         self._taps = taps
-        self._graphs = graphs
+        self.graphs = graphs
         self._forwards: dict[Key, tuple[Tables, torch.cuda.CUDAGraph, Passed]] = {}
         self._samples: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -135,9 +135,9 @@ class Passes:
         """The key of a step, and whether it is that of a graph."""
         lengths = [work.end - work.start for work in works]
         rows, most, longest = sum(lengths), max(lengths), max(work.end for work in works)
-        sees = _sees(longest)
+        sees = reach_of(longest)
         exactly = Key(rows, len(works), -(-longest // SPAN) * SPAN, most > 1), False
-        if not self._graphs:
+        if not self.graphs:
             return exactly
         if most <= self._each:
             # Decoding, and verification with as many rows for each as it may have.
@@ -165,7 +165,7 @@ class Passes:
         """Logits after ``at`` tokens of each ``(slot, at)``."""
         count = len(rows)
         size = count
-        if self._graphs:
+        if self.graphs:
             size = bucket(count, ladder(self._slots * self._each)) or count
             if size not in self._samples:
                 self._capture_sample(size)
@@ -173,7 +173,7 @@ class Passes:
         host[:count] = [slot * RING + (at - 1) % RING for slot, at in rows]
         host[count:size] = self._state.padding_slot * RING
         self._sample_rows[:size].copy_(self._host_rows[:size], non_blocking=True)
-        if self._graphs:
+        if self.graphs:
             graph, found = self._samples[size]
             graph.replay()
         else:
@@ -193,7 +193,7 @@ class Passes:
     def capture_ladder(self) -> None:
         """Capture the graphs of decoding and verification in short contexts, the largest (whose
         memory the others share) first."""
-        if not self._graphs:
+        if not self.graphs:
             return
         for each in sorted({1, self._each}, reverse=True):
             for size in reversed(ladder(self._slots)):
@@ -206,7 +206,7 @@ class Passes:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
-        sees = _sees(longest)
+        sees = reach_of(longest)
         small = Key(self._slots * self._each, self._slots, sees, False)
         for key in (Key(rows, self._slots, sees, True), small):
             tables = self._of(key)
@@ -220,15 +220,13 @@ class Passes:
         # Padding alone: a pass may rewrite an anchor in place, so none may run twice.
         tables = self._of(key)
         self._fill(tables, ())
-        graph, passed = self._capture(lambda: self._compute(tables), str(key))
+        graph, passed = self.capture(lambda: self._compute(tables), str(key))
         self._forwards[key] = tables, graph, passed
 
     def _capture_sample(self, size: int) -> None:
-        self._samples[size] = self._capture(lambda: self._judge(size), f"sampling {size} rows")
+        self._samples[size] = self.capture(lambda: self._judge(size), f"sampling {size} rows")
 
-    def _capture(
-        self, call: Callable[[], Result], name: str
-    ) -> tuple[torch.cuda.CUDAGraph, Result]:
+    def capture(self, call: Callable[[], Result], name: str) -> tuple[torch.cuda.CUDAGraph, Result]:
         """``call`` as a graph, after one run that compiles and loads its kernels."""
         before = torch.cuda.memory_reserved()
         side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

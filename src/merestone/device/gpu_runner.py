@@ -16,6 +16,7 @@ from torch import Tensor
 
 from merestone.core.orders import Order, PageDelta, SaveHidden
 from merestone.device.drafting import Drafting, Drawn
+from merestone.device.gpu_drafting import GpuDrafting, Turn
 from merestone.device.gpu_passes import Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
 from merestone.device.gpu_state import RING, GpuState, current
@@ -39,13 +40,20 @@ class GpuRunner:
     """Executes plans on one GPU, one after another. Without ``drafter`` no plan has drafts."""
 
     def __init__(
-        self, model: GpuModel, state: GpuState, passes: Passes, drafter: Drafter | None = None
+        self,
+        model: GpuModel,
+        state: GpuState,
+        passes: Passes,
+        drafter: Drafter | GpuDrafting | None = None,
     ) -> None:
         self.model, self.state, self.passes = model, state, passes
         self.arena = state.arena
         self.porter: Porter | None = None
         self.slots: dict[int, GpuSlot] = {}
-        self.drafting = Drafting(drafter, state.arena, CHUNK) if drafter else None
+        self.drafter = drafter if isinstance(drafter, GpuDrafting) else None
+        self.drafting: Drafting | None = None
+        if drafter is not None and not isinstance(drafter, GpuDrafting):
+            self.drafting = Drafting(drafter, state.arena, CHUNK)
         self._states = state.states()
         self._nothing = torch.zeros(1, dtype=torch.int32, device=state.device)
 
@@ -56,6 +64,8 @@ class GpuRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         verdicts: list[Tensor] = [self._copy(plan.saves)]
+        for number, drafts in (self.drafter.fetch() if self.drafter else {}).items():
+            self.slots[number].proposed = drafts
         for slot in plan.frees:
             self.slots.pop(slot, None)
         for admit in plan.admits:
@@ -68,6 +78,8 @@ class GpuRunner:
         scored = self._score_prompts(computed, passed)
         moved = [work for work in computed if work.advance_frames]
         verdicts += [self._judge_anchors(moved), self._copy(plan.after)]
+        if passed is not None:
+            passed = self._held(passed)
         sampling = Sampling([work for work in plan.works if work.sample], self.slots)
         if sampling.rows:
             verdicts += sampling.launch(self.passes.sample(sampling.rows))
@@ -83,6 +95,8 @@ class GpuRunner:
         ]
         tokens = sampling.results(rest, bad_slots)
         results = tuple(_result(work, tokens, scored) for work in plan.works)
+        if self.drafter is not None:
+            self._turn(plan.works, results, passed, bad_slots)
         self._draft(plan.works, results, passed, bad_slots)
         reports = self.porter.obey(plan.stores) if self.porter else ()
         return StepResult(plan.step, results, tuple(bad_saves), tuple(sorted(bad_slots)), reports)
@@ -196,12 +210,45 @@ class GpuRunner:
 
     def _remember(self, works: Sequence[Work]) -> None:
         """Keep the hidden row before each work: a drafter that lags reads it after the pass."""
+        if self.drafter is not None:
+            self.drafter.keep(works)
         if self.drafting is None:
             return
         for work in works:
             drafted = self.slots[work.slot].drafted
             if drafted is not None and work.start > 0:
                 drafted.before = self.state.ring[work.slot, (work.start - 1) % RING].clone()
+
+    def _held(self, passed: Passed) -> Passed:
+        """Rows as a drafter needs them, after other graphs have written where these lie."""
+        if self.drafter is not None:
+            return Passed(self.drafter.held(passed.hidden), passed.features)
+        if self.drafting is None:
+            return passed
+        features = {layer: rows.clone() for layer, rows in passed.features.items()}
+        return Passed(passed.hidden.clone(), features)
+
+    def _turn(
+        self,
+        works: Sequence[Work],
+        results: Sequence[WorkResult],
+        passed: Passed | None,
+        bad: set[int],
+    ) -> None:
+        """Let the device's drafter see what the step committed, and propose."""
+        assert self.drafter is not None
+        turns, row = [], 0
+        for work, result in zip(works, results, strict=True):
+            slot = self.slots[work.slot]
+            if work.slot not in bad:
+                proposing = bool(result.tokens) and work.propose > 0
+                end = work.end + max(0, len(result.tokens) - 1) - (not proposing)
+                first = slot.observed if slot.observed >= 0 else max(0, work.start - 1)
+                ids = slot.ids(first + 1, end + 1)
+                turns.append(Turn(work.slot, first, work.start, row, ids, proposing))
+                slot.observed = max(first, end)
+            row += work.end + work.drafts - work.start if work.start < work.end else 0
+        self.drafter.step(turns, works, passed.hidden if passed else None)
 
     def _draft(
         self,

@@ -24,7 +24,9 @@ from merestone.spec.accept import accept
 @dataclass(slots=True)
 class GpuSlot:
     """The host's part of a slot. ``cached``: up to which position the recurrent layers' caches of
-    open rows are good; a slot starts with none. ``drafted``: the drafter's view, if there is one.
+    open rows are good; a slot starts with none. ``drafted``: the view of a drafter of the CPU's
+    seam. ``proposed``: what a drafter of the device proposed last; ``observed``: rows that it has
+    seen, -1 before the slot's first step.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +36,8 @@ class GpuSlot:
     output: list[int] = field(default_factory=list)
     cached: int = 0
     drafted: Slot | None = None
+    proposed: list[int] = field(default_factory=list)
+    observed: int = -1
 
     @classmethod
     def admit(cls, admit: Admit) -> GpuSlot:
@@ -42,7 +46,13 @@ class GpuSlot:
     @property
     def drafts(self) -> list[int]:
         """Ids proposed for the positions after the known ones."""
-        return self.drafted.drafts if self.drafted else []
+        return self.drafted.drafts if self.drafted else self.proposed
+
+    def ids(self, first: int, end: int) -> tuple[int, ...]:
+        """Known ids of positions [first, end)."""
+        known = len(self.tokens)
+        later = self.output[max(first - known, 0) : max(end - known, 0)]
+        return (*self.tokens[first:end], *later)
 
     def append(self, token: int) -> None:
         self.output.append(token)

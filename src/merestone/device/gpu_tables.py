@@ -190,12 +190,15 @@ class Tables:
 
     # -- the device's side ----------------------------------------------------------------------
 
-    def step(self, buffer: Tensor, state: GpuState) -> Step:
+    def step(
+        self, buffer: Tensor, state: GpuState, *, rows: str = "full", raw: str = "open"
+    ) -> Step:
         """The tables in ``buffer`` [size] int32, on the device, with the page tables of its slots
-        (gathered here: part of what a graph replays)."""
+        (gathered here: part of what a graph replays) in the groups of attention's ``rows`` and of
+        ``raw`` ones."""
         t = {name: self._part(buffer, name) for name in self._places}
         slot = t["slot"]
-        open_pages = state.tables["open"].index_select(0, slot)
+        open_pages = state.tables[raw].index_select(0, slot)
         whole = Sequences(t["first"], t["row"], t["anchor"], open_pages, t["anchor_frames"])
         passes: tuple[tuple[Sequences, Pass], ...] = (
             (whole, Pass(t["end"], t["advance"], slot, t["advance_frames"])),
@@ -214,7 +217,7 @@ class Tables:
             row_position=t["row_position"],
             seen=t["seen"],
             sequences=whole,
-            full_pages=state.tables["full"].index_select(0, slot),
+            full_pages=state.tables[rows].index_select(0, slot),
             floor=t["floor"],
             slot=slot,
             passes=passes,
@@ -225,7 +228,7 @@ class Tables:
             split=self.split,
             longest=self.key.longest,
             held=hold(
-                state.arena.shards("full"), t["row_position"], t["seen"], t["pools"][1],
+                state.arena.shards(rows), t["row_position"], t["seen"], t["pools"][1],
                 self._pool, self.key.longest,
             ),
         )  # fmt: skip

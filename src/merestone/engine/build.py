@@ -154,8 +154,8 @@ def load_draft(
         ValueError: it does not run on the device, or does not fit the model.
     """
     speculation = speculation_of(options)
-    if speculation.kind != "none" and world.device != "cpu":
-        raise ValueError(f"--speculate {options.speculate}: drafters run on --device cpu only")
+    if speculation.kind == "dflash" and world.device != "cpu":
+        raise ValueError("--speculate dflash: runs on --device cpu only")
     return load_drafter(speculation, options.draft, directory, model, options.load_format, world)
 
 

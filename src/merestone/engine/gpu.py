@@ -9,15 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
+from merestone.device.gpu_drafting import GpuDrafting, GpuMtpDrafter
 from merestone.device.gpu_passes import MIXED, Passes
 from merestone.device.gpu_runner import GpuRunner
 from merestone.device.gpu_state import GpuState, current
 from merestone.device.layout import Layout, plan_layout
-from merestone.engine.build import CPU_MEMORY, EngineOptions
+from merestone.engine.build import CPU_MEMORY, EngineOptions, speculation_of
 from merestone.engine.facts import Facts
 from merestone.models.gpu import GpuModel, fields, on_gpu, slot_fields
+from merestone.models.gpu_mtp import GpuMtp
 from merestone.models.interface import CHUNK, Model
 from merestone.spec.interface import Drafter
+from merestone.spec.mtp import MtpDrafter
 
 MARGIN = 1 << 30
 """Bytes that are left to the driver, to libraries and to fragmentation."""
@@ -55,23 +58,38 @@ class _Sizes:
 def build_gpu_rank(
     model: Model, options: EngineOptions, device: str, drafter: Drafter | None = None
 ) -> tuple[GpuRunner, Facts]:
-    """The doing side of one rank on ``device``. Takes the CPU model's weights away.
+    """The doing side of one rank on ``device``. Takes the weights of model and drafter away.
 
     Raises:
-        ValueError: a family without GPU layers; memory that does not suffice.
+        ValueError: a family or a drafter without GPU layers; memory that does not suffice.
     """
+    if drafter is not None and not isinstance(drafter, MtpDrafter):
+        raise ValueError(f"--speculate {options.speculate} does not go with --device {device} yet")
+    if drafter is not None and speculation_of(options).rejecting:
+        raise ValueError(f"--accept rejection does not go with --device {device} yet")
+    if drafter is not None and options.ranks.dcp > 1:
+        raise ValueError(f"--speculate {options.speculate} with --dcp needs --device cpu")
     with current(device):
         try:
             placed = on_gpu(model, device)
+            drafting = mtp_on_gpu(drafter, device) if drafter else None
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"--device {device}: the weights do not fit: {_first(error)}"
             ) from error
-        return gpu_rank(placed, options, device, drafter)
+        return gpu_rank(placed, options, device, drafting)
+
+
+def mtp_on_gpu(drafter: MtpDrafter, device: str) -> GpuMtpDrafter:
+    """``drafter`` with its layer on ``device``. Takes the layer's experts away."""
+    return GpuMtpDrafter(GpuMtp(drafter.layer, device), drafter.depth, drafter.groups)
 
 
 def gpu_rank(
-    placed: GpuModel, options: EngineOptions, device: str, drafter: Drafter | None = None
+    placed: GpuModel,
+    options: EngineOptions,
+    device: str,
+    drafter: Drafter | GpuMtpDrafter | None = None,
 ) -> tuple[GpuRunner, Facts]:
     """Layout, arena, slots and runner around a model that is on ``device``. Raises ValueError."""
     info = placed.info
@@ -112,6 +130,9 @@ def gpu_rank(
         drafts=drafter.depth if drafter else 0,
         layout=repr(own),
     )
+    if isinstance(drafter, GpuMtpDrafter):
+        drafting = GpuDrafting(drafter, placed, state, passes, options.max_running)
+        return GpuRunner(placed, state, passes, drafting), facts
     return GpuRunner(placed, state, passes, drafter), facts
 
 
@@ -123,7 +144,7 @@ class _Rank:
     layout: Layout
     options: EngineOptions
     device: str
-    drafter: Drafter | None
+    drafter: Drafter | GpuMtpDrafter | None
 
     def state(self, frames: int, longest: int, poison: bool = False) -> GpuState:
         """An arena and slots; ``longest``: tokens that may lie in it."""

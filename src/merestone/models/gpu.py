@@ -48,6 +48,10 @@ class GpuModel(Protocol):
         of ``taps`` (averaged, if it has streams)."""
         ...
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N] int32 -> [N, hidden_size] in the model's dtype."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, hidden_size] -> [M, vocab_size] fp32."""
         ...
@@ -151,6 +155,9 @@ class GpuGlm5Next:
                 features[i] = mean(streams)
         return rms_norm(mean(streams), self._norm, self._config.rms_eps), features
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._ends.embed(tokens)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._ends.logits(hidden)
 
@@ -188,6 +195,9 @@ class GpuKimiLinear:
             if i in taps:
                 features[i] = x
         return rms_norm(x, self._norm, self._eps), features
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._ends.embed(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._ends.logits(hidden)

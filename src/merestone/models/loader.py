@@ -132,7 +132,7 @@ def load_mtp(
             f"{directory}: index_share_for_mtp_iteration = false is not supported for drafting"
         )
     weights: Mapping[str, Tensor] | Source = (
-        RandomWeights(config, seed)
+        RandomWeights(config, seed, device=world.device)
         if load_format == "random"
         else read_weights(directory, config, mtp=True).weights
     )

@@ -43,7 +43,7 @@ class MtpDrafter:
     ) -> None:
         assert 1 <= depth <= MOST, depth
         self._chances = chances
-        self._layer = layer
+        self.layer = layer
         self._model = model
         self.depth = depth
         self.groups: tuple[DraftGroup, ...] = (
@@ -51,7 +51,7 @@ class MtpDrafter:
         )
 
     def fields(self) -> tuple[Field, ...]:
-        return self._layer.fields()
+        return self.layer.fields()
 
     @torch.inference_mode()
     def observe(self, rows: DraftRows, state: StateViews) -> None:
@@ -62,7 +62,7 @@ class MtpDrafter:
         batch = dataclasses.replace(rows.batch, segments=segments)
         embedded = self._model.embed(batch.tokens)
         rows.batch.scratch["mtp"] = _Observed(
-            *self._layer.forward(embedded, rows.hidden, batch, state)
+            *self.layer.forward(embedded, rows.hidden, batch, state)
         )
 
     @torch.inference_mode()
@@ -79,8 +79,8 @@ class MtpDrafter:
             chosen = None if observed.chosen is None else observed.chosen[at]
             last = torch.tensor([c.position - 1 for c in wanting])
             tables = [c.pages[GROUP] for c in wanting]
-            reach = self._layer.reach(last, tables, chosen, depth - 1, state)
+            reach = self.layer.reach(last, tables, chosen, depth - 1, state)
         while len(draws) < depth:
-            hidden = self._layer.recycle(self._model.embed(ids), hidden, reach)
+            hidden = self.layer.recycle(self._model.embed(ids), hidden, reach)
             ids = draws.draw(self._model.logits(hidden))
         return draws.drafts()

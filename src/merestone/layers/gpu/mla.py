@@ -125,22 +125,33 @@ class GpuMla:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """[N, hidden] -> [N, hidden] and what was chosen; ``selection``: the previous layer's."""
         s = self.shape
-        q, kv = torch.split(linear(x, self._inputs), self._splits, 1)
-        residual = rms_norm(q, self._q_norm, s.rms_eps)
+        residual, latent = self.inputs(x)
         pages = state.rows(self.layer, "latent")
-        latent = rms_norm(kv, self._kv_norm, s.rms_eps)
         write_rows(latent, pages, step.full_pages, step.row_sequence, step.own_position)
         if self._indexer is not None:
             selection = self._indexer.forward(x, residual, step, state)
         assert selection is not None
         tokens, counts = selection
-        query = linear(residual, self._query).view(-1, s.heads, s.key_dim)
-        query = linear(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
         mixed = attend_ranks(
-            query, Keys(pages, step.full_pages), step, counts, s.key_dim**-0.5, self._world,
-            longest=s.width, selection=tokens,
+            self.queries(residual), Keys(pages, step.full_pages), step, counts, s.scale,
+            self._world, longest=s.width, selection=tokens,
         )  # fmt: skip
-        return summed_linear(spread(mixed, self._values), self._out, self._world), selection
+        return self.outputs(mixed), selection
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, hidden] -> what queries are made of, [N, q_rank], and the latents [N, kv_rank]."""
+        q, kv = torch.split(linear(x, self._inputs), self._splits, 1)
+        eps = self.shape.rms_eps
+        return rms_norm(q, self._q_norm, eps), rms_norm(kv, self._kv_norm, eps)
+
+    def queries(self, residual: Tensor) -> Tensor:
+        """[N, q_rank] -> [N, H, kv_rank]: each head's query, seen through its keys."""
+        query = linear(residual, self._query).view(-1, self.shape.heads, self.shape.key_dim)
+        return linear(query.transpose(0, 1), self._absorb).transpose(0, 1).contiguous()
+
+    def outputs(self, mixed: Tensor) -> Tensor:
+        """Mixed latents [N, H, kv_rank] -> [N, hidden]."""
+        return summed_linear(spread(mixed, self._values), self._out, self._world)
 
 
 class GpuDenseMla:

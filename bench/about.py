@@ -1,0 +1,50 @@
+"""What figures belong to, and how they are written down."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def about(threads: int, model: str, device: str = "cpu") -> dict[str, Any]:
+    """The machine, the model and the versions."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    return {
+        "device": name,
+        "threads": threads,
+        "model": model,
+        "dtype": "float32",
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            **{name: _version(name) for name in ("merestone", "torch", "transformers")},
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x {len(names)}" if names else platform.machine()
+
+
+def rounded(value: Any) -> Any:
+    """Four digits are enough, and more than were measured."""
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

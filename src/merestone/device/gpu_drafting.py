@@ -1,0 +1,246 @@
+"""Drafting on a GPU with the MTP layer: after a step's tokens are drawn, observe and propose.
+
+Knows rows, slots and the layer. Must not know how drafts are verified. Hidden rows of a decoding
+step are read from the slots' rings, so that observation and all passes replay as one CUDA graph;
+those of a prefill come from the pass itself. The host fetches the drafts at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from merestone.device.gpu_passes import Passes, bucket, ladder, reach_of
+from merestone.device.gpu_state import RING, GpuState
+from merestone.device.gpu_tables import Key, Tables
+from merestone.layers.state import Field
+from merestone.models.glm5_next_mtp import GROUP
+from merestone.models.gpu import GpuModel
+from merestone.models.gpu_mtp import GpuMtp, Scratch
+from merestone.models.interface import CHUNK
+from merestone.ops.triton.attention import SPAN
+from merestone.ops.triton.judge import best
+from merestone.sched.plan import Work
+from merestone.spec.interface import DraftGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A slot after a step: rows [first, end) of it are to be observed; their next ids; the batch
+    row of position ``start`` in the step's hidden rows; and whether drafts are wanted."""
+
+    slot: int
+    first: int
+    start: int
+    row: int
+    next_ids: tuple[int, ...]
+    proposing: bool
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.next_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Tables beside those of a pass, int32: where each row's hidden row lies in the rings [N], the
+    rows from which drafts are made, and their slots [S]."""
+
+    rings: Tensor
+    last: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMtpDrafter:
+    """The MTP layer on a device as a drafter: what a :class:`merestone.spec.interface.Drafter` says
+    of itself, without its calls."""
+
+    layer: GpuMtp
+    depth: int
+    groups: tuple[DraftGroup, ...]
+    lag: int = 1
+    features: tuple[int, ...] = ()
+
+    def fields(self) -> tuple[Field, ...]:
+        return self.layer.fields()
+
+
+class GpuDrafting:
+    """Runs ``drafter`` for at most ``slots`` sequences."""
+
+    def __init__(
+        self,
+        drafter: GpuMtpDrafter,
+        model: GpuModel,
+        state: GpuState,
+        passes: Passes,
+        slots: int,
+    ) -> None:
+        depth, layer = drafter.depth, drafter.layer
+        self.depth = depth
+        self._layer, self._model, self._state, self._passes = layer, model, state, passes
+        self._slots = slots
+        self._scratch = Scratch(layer.attention, slots, depth, state.device)
+        self._ids = torch.zeros(depth, slots, dtype=torch.int32, device=state.device)
+        self._bad = torch.zeros(slots, dtype=torch.int32, device=state.device)
+        self._graphs: dict[Key, tuple[Tables, torch.cuda.CUDAGraph]] = {}
+        self._before: Tensor | None = None
+        self._waiting: list[int] = []
+        size = _size(self._of(self._key_of(slots, 1)))
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=state.device != "cpu")
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
+
+    # -- the host's side ------------------------------------------------------------------------
+
+    def fetch(self) -> dict[int, list[int]]:
+        """The drafts that the last step proposed, by slot."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return {}
+        ids = self._ids[:, : len(waiting)].t().tolist()
+        return dict(zip(waiting, ids, strict=True))
+
+    def keep(self, works: Sequence[Work]) -> None:
+        """Before a pass: keep the hidden rows that come before its own."""
+        self._before = None
+        if any(work.end - work.start > self.depth + 1 for work in works):
+            at = [w.slot * RING + (w.start - 1) % RING for w in works]
+            self._before = self._rings().index_select(0, self._ints(at))
+
+    def held(self, hidden: Tensor) -> Tensor:
+        """A pass's hidden rows [N, D], as ``step`` needs them after other graphs have run."""
+        return hidden if self._before is None else hidden.clone()
+
+    def step(self, turns: Sequence[Turn], works: Sequence[Work], hidden: Tensor | None) -> None:
+        """Observe and propose. ``hidden`` are the ``held`` rows of the pass over ``works``."""
+        turns = [turn for turn in turns if turn.next_ids]
+        if not turns:
+            return
+        self._waiting = [turn.slot for turn in turns if turn.proposing]
+        longest = max(turn.end for turn in turns)
+        short = all(len(turn.next_ids) <= self.depth + 1 for turn in turns)
+        if short and self._before is None:
+            self._decode(turns, self._key_of(len(turns), longest))
+            return
+        rows = sum(len(turn.next_ids) for turn in turns)
+        key = Key(rows, len(turns), -(-longest // SPAN) * SPAN, False)
+        tables = self._of(key)
+        host = np.zeros(_size(tables), np.int32)
+        self._fill(host, tables, turns)
+        buffer = torch.from_numpy(host).to(self._state.device)
+        place = {work.slot: i for i, work in enumerate(works)}
+        at = [
+            place[turn.slot] if p < turn.start else len(works) + turn.row + p - turn.start
+            for turn in turns
+            for p in range(turn.first, turn.end)
+        ]
+        assert hidden is not None
+        assert self._before is not None
+        sources = torch.cat([self._before, hidden]).index_select(0, self._ints(at))
+        self._compute(tables, buffer, sources, bool(self._waiting))
+
+    def _decode(self, turns: Sequence[Turn], key: Key) -> None:
+        if self._passes.graphs and key not in self._graphs:
+            self._capture(key)
+        tables = self._graphs[key][0] if self._passes.graphs else self._of(key)
+        size = _size(tables)
+        self._fill(self._host.numpy()[:size], tables, turns)
+        self._buffer[:size].copy_(self._host[:size], non_blocking=True)
+        if self._passes.graphs:
+            self._graphs[key][1].replay()
+        else:
+            self._compute(tables, self._buffer[:size], None)
+
+    def _key_of(self, sequences: int, longest: int) -> Key:
+        """The key of a step in which every sequence decodes."""
+        size = bucket(sequences, ladder(self._slots))
+        assert size is not None, (sequences, self._slots)
+        return Key(size * (self.depth + 1), size, reach_of(longest), False)
+
+    def _of(self, key: Key) -> Tables:
+        return Tables(
+            key, chunk=CHUNK, heads=self._model.heads, pool=self._model.pool,
+            frames=self._state.layout.anchor_frames,
+        )  # fmt: skip
+
+    def _fill(self, host: np.ndarray, tables: Tables, turns: Sequence[Turn]) -> None:
+        """Tables of a pass over the turns' rows, and of the rows that drafts are made from."""
+        key = tables.key
+        padding = self._state.padding_slot
+        works = [
+            Work(t.slot, t.first, t.end, t.next_ids, (), 0, (), 0, (), sample=False) for t in turns
+        ]
+        tables.fill(host[: tables.size], works, padding)
+        rings, last, slots = np.split(host[tables.size :], [key.rows, key.rows + key.sequences])
+        at = [t.slot * RING + p % RING for t in turns for p in range(t.first, t.end)]
+        rings[: len(at)], rings[len(at) :] = at, padding * RING
+        ends = np.cumsum([len(t.next_ids) for t in turns])
+        lasts = [int(e) - 1 for e, t in zip(ends, turns, strict=True) if t.proposing]
+        # A sequence of padding drafts from a row of padding, or from anybody's: nobody looks.
+        last[: len(lasts)], last[len(lasts) :] = lasts, key.rows - 1
+        slots[: len(lasts)] = [t.slot for t in turns if t.proposing]
+        slots[len(lasts) :] = padding
+
+    # -- the device's side ----------------------------------------------------------------------
+
+    def _rings(self) -> Tensor:
+        ring = self._state.ring
+        return ring.view(-1, ring.shape[2])
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self._state.device)
+
+    def _compute(
+        self, tables: Tables, buffer: Tensor, hidden: Tensor | None, wanted: bool = True
+    ) -> Tensor:
+        """One pass over observed rows, and those that draft if drafts are ``wanted``; hidden rows
+        from the rings if not given."""
+        state, layer, key = self._state, self._layer, tables.key
+        step = tables.step(buffer[: tables.size], state, rows=GROUP, raw=GROUP)
+        parts = torch.split(buffer[tables.size :], [key.rows, key.sequences, key.sequences])
+        sources = _Sources(*parts)
+        if hidden is None:
+            hidden = self._rings().index_select(0, sources.rings)
+        out, chosen = layer.forward(self._model.embed(step.tokens), hidden, step, state)
+        if not wanted:
+            return self._ids
+        last = out.index_select(0, sources.last)
+        count, ids = key.sequences, self._ids
+        self._best(last, ids[0, :count])
+        if self.depth > 1:
+            picked = tuple(part.index_select(0, sources.last) for part in chosen)
+            pages = state.tables[GROUP].index_select(0, sources.slots)
+            seen = layer.reach((picked[0], picked[1]), pages, self._scratch, state)
+        for place in range(1, self.depth):
+            embedded = self._model.embed(ids[place - 1, :count])
+            last, seen = layer.recycle(embedded, last, seen, self._scratch)
+            self._best(last, ids[place, :count])
+        return ids
+
+    def _best(self, hidden: Tensor, ids: Tensor) -> None:
+        """Into ``ids`` [S] the best id of each hidden row. Where logits are no numbers it is none:
+        then any id will do for a draft."""
+        best(self._model.logits(hidden), ids, self._bad[: ids.shape[0]])
+        ids.clamp_(max=self._model.info.vocab_size - 1)
+
+    def _capture(self, key: Key) -> None:
+        # Padding alone, as in a pass of the target.
+        tables = self._of(key)
+        size = _size(tables)
+        self._fill(self._host.numpy()[:size], tables, ())
+        buffer = self._buffer[:size]
+        buffer.copy_(self._host[:size])
+        graph, _ = self._passes.capture(
+            lambda: self._compute(tables, buffer, None), f"drafting {key}"
+        )
+        self._graphs[key] = tables, graph
+
+
+def _size(tables: Tables) -> int:
+    """Entries of a pass's tables and of :class:`_Sources`."""
+    return tables.size + tables.key.rows + 2 * tables.key.sequences
