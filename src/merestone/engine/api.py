@@ -155,7 +155,8 @@ class EngineInfo:
     """What a server tells its users of the engine. Lengths in tokens.
 
     ``pages`` are the (group, tokens) of the page sizes. ``retention`` names what is kept, and
-    ``retention_reason`` says why when that is not what was asked for.
+    ``retention_reason`` says why when that is not what was asked for. ``speculation`` is what
+    ``--speculate`` said, and with which acceptance if not the exact one.
     """
 
     model: str
@@ -164,6 +165,7 @@ class EngineInfo:
     eos_ids: tuple[int, ...]
     retention: str
     retention_reason: str = ""
+    speculation: str = "none"
     smallest_reusable: int = 1
     pages: tuple[tuple[str, int], ...] = ()
     dtype: str = ""

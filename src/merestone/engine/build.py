@@ -375,6 +375,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         eos_ids=facts.eos_ids,
         retention=str(retention),
         retention_reason=reason,
+        speculation=options.speculate + ", rejection" * speculation_of(options).rejecting,
         pages=tuple((group.name, group.span) for group in facts.groups),
         dtype=facts.dtype,
         device=facts.device,

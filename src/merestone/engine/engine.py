@@ -141,6 +141,7 @@ class LocalEngine:
             "steps": self.scheduler.step,
             "retention": self.info.retention,
             "retention_reason": self.info.retention_reason,
+            "speculation": self.info.speculation,
             **({} if self.attendant is None else self.attendant.report()),
         }
 
