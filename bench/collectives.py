@@ -31,10 +31,12 @@ CALLS, REPEATS = 20, 7
 TIMEOUT_S = 120.0
 
 
-def over_ranks(function: Callable[..., Any], ranks: int, device: str, *arguments: Any) -> list[Any]:
+def over_ranks(
+    function: Callable[..., Any], ranks: int, device: str, *arguments: Any, dcp: int = 1
+) -> list[Any]:
     """What ``function(world, *arguments)`` returns on each of ``ranks`` new processes.
 
-    ``device`` "cuda" deals the ranks over the GPUs there are. Raises RuntimeError with the
+    ``dcp`` of them share tokens. ``device`` "cuda" deals the ranks over the GPUs there are. Raises RuntimeError with the
     traceback of a rank that failed.
     """
     context = multiprocessing.get_context("spawn")
@@ -43,7 +45,7 @@ def over_ranks(function: Callable[..., Any], ranks: int, device: str, *arguments
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_rank, args=(theirs, function, rank, ranks, device, place, arguments)
+            target=_rank, args=(theirs, function, rank, (ranks, dcp), device, place, arguments)
         )
         process.start()
         theirs.close()
@@ -62,7 +64,7 @@ def _rank(
     pipe: Connection,
     function: Callable[..., Any],
     rank: int,
-    ranks: int,
+    layout: tuple[int, int],
     device: str,
     place: str,
     arguments: tuple[Any, ...],
@@ -71,10 +73,10 @@ def _rank(
     backend = None
     if device == "cuda":
         count = torch.cuda.device_count()
-        device, backend = f"cuda:{rank % count}", "nccl" if ranks <= count else "gloo"
+        device, backend = f"cuda:{rank % count}", "nccl" if layout[0] <= count else "gloo"
     try:
         world = connect(
-            rank, ranks, rendezvous=place, device=device, backend=backend, timeout_s=TIMEOUT_S
+            rank, *layout, rendezvous=place, device=device, backend=backend, timeout_s=TIMEOUT_S
         )
         answer = function(world, *arguments)
         world.close()

@@ -166,6 +166,12 @@ def test_a_row_without_keys(draw, device: str) -> None:
         assert torch.equal(out[0], torch.zeros_like(out[0]))
         assert torch.equal(lse[0], torch.full_like(lse[0], float("-inf")))
         assert out[1].isfinite().all()
+        # What a selection without tokens names is nobody's, and says nothing of damage.
+        chosen = torch.tensor([[-1] * 4, [0, 1, 2, -1]], dtype=torch.int32, device=device)
+        parts = [(0, 0, 1), (0, 1, 1)]
+        some, log_sums = run(q, keys, parts, [0, 3], split=split, selection=chosen)
+        assert torch.equal(some, out)
+        assert torch.equal(log_sums, lse)
         assert run(q[:0], keys, [], [], split=split)[0].shape == (0, HEADS, DIM)
 
 

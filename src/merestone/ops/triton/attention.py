@@ -181,7 +181,7 @@ def _mix(
     damaged = False
     if SELECTED:
         chosen += tl.min(row) // HEADS * CHOICES
-        damaged = tl.load(chosen) < 0
+        damaged = (last > 0) & (tl.load(chosen) < 0)  # without keys, there may be anything
     table = tables + sequence * table_entries
     weights += item.to(tl.int64) * ROWS * length
     peaks += item.to(tl.int64) * ROWS * (length // TILE)
@@ -235,7 +235,7 @@ def _merge(
         mixed = mixed * fade + tl.load(parts + at * WIDTH + column) * join
     damaged = False
     if SELECTED:
-        damaged = tl.load(selection + row // HEADS * CHOICES) < 0
+        damaged = (sees > 0) & (tl.load(selection + row // HEADS * CHOICES) < 0)
     result = mixed / _divisor(total, damaged)
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty))
     tl.store(lse + row, _log_sum(highest, total, damaged))
