@@ -36,8 +36,8 @@ def over_ranks(
 ) -> list[Any]:
     """What ``function(world, *arguments)`` returns on each of ``ranks`` new processes.
 
-    ``dcp`` of them share tokens. ``device`` "cuda" deals the ranks over the GPUs there are. Raises RuntimeError with the
-    traceback of a rank that failed.
+    ``dcp`` of them share tokens. ``device`` "cuda" deals the ranks over the GPUs there are. Raises
+    RuntimeError with the traceback of a rank that failed.
     """
     context = multiprocessing.get_context("spawn")
     place = f"file://{tempfile.mkdtemp(prefix='merestone-')}/meet"
