@@ -78,6 +78,7 @@ def main(
             report["start_s"] = time.perf_counter() - began
             report |= measure(InProcess(engine), tiny)
         if not tiny:
+            print(json.dumps(report), flush=True)
             with inexact(), running(write, options, "bench") as engine:
                 report["inexact"] = rates(InProcess(engine), tiny, cache=False)
             report["exactness"] = shares(report["none"], report["inexact"])

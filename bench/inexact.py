@@ -54,10 +54,11 @@ def _recurrence(
 def inexact() -> Iterator[None]:
     """While it lasts, engines are built on these."""
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
-    from merestone.layers.gpu import kda, mla, mlp
+    from merestone.layers.gpu import kda, mla, mlp, ranks
     from merestone.models import gpu
 
-    before = [(room, room.linear) for room in (kda, mla, mlp, gpu)]
+    rooms: list[Any] = [kda, mla, mlp, ranks, gpu]
+    before = [(room, room.linear) for room in rooms if hasattr(room, "linear")]
     recurrence = kda.kda
     for room, _ in before:
         room.linear = _linear

@@ -157,6 +157,27 @@ def test_decode_is_prefill(draw, device: str, lowest: float | None) -> None:
 
 
 @pytest.mark.usefixtures("ordered_dot")
+def test_decays_that_leave_the_range_of_numbers(draw, device: str) -> None:
+    """Without a bound a tile may decay by more than exp(-80): such rows are formed pair by pair,
+    from their own decays only, whatever comes after them."""
+    one = rows(draw, 40)
+    one.g[:, :, ::3] = -draw(40, HEADS, DIM)[:, :, ::3].abs() * 25
+    one.g[7] = -30.0
+    assert one.g[:16].sum(0).min() < -160
+    [whole] = Machine(device, None).step([(one, 0, 0, 40, 0, 32, (0, 1))])
+    zero = torch.zeros(HEADS, DIM, WIDTH, device=device)
+    expected, _ = kda_recurrent(one.q, one.k, one.v, one.g, one.beta, zero)
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
+    machine = Machine(device, None)
+    at = 0
+    for bite in (3, 1, 4, 1, 8, 2, 13, 8):
+        [out] = machine.step([(one, 0, at, at + bite, 0, 0, (0, 0))])
+        assert torch.equal(out, whole[at : at + bite]), at
+        at += bite
+    assert at == 40
+
+
+@pytest.mark.usefixtures("ordered_dot")
 def test_rejected_rows_leave_nothing(draw, device: str) -> None:
     """Drafts are rolled back by index: other rows come at the same positions."""
     one, other = rows(draw, 40), rows(draw, 40)
