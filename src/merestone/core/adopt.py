@@ -29,7 +29,7 @@ def adopt(
     Raises:
         OutOfFrames: no room; nothing has changed but evictions made.
     """
-    lease = cache.lease(root, base, now)
+    lease = cache.follow(root, base)
     try:
         # Its copies are left out: whatever they would bring is written from the store.
         cache.extend(lease, tokens.size, anchor, now)

@@ -103,7 +103,18 @@ class Cache:
         return Match(best, known, pending, lost)
 
     def lease(self, root: Root, origin: Checkpoint | None, now: int) -> Lease:
-        """Start at ``origin`` (published, of ``root``), or from nothing."""
+        """Start a request at ``origin`` (published, of ``root``), or from nothing."""
+        if origin is not None:
+            self.shelf.odds.meet(origin.kind, origin.hits)
+            origin.hits += 1
+            self.shelf.touch(origin, now)
+            self.shelf.mark(origin, 0.0)
+            count(self.counters.restored, origin.kind)
+            count(self.counters.saved_tokens, origin.kind, origin.at)
+        return self.follow(root, origin)
+
+    def follow(self, root: Root, origin: Checkpoint | None) -> Lease:
+        """A lease as of ``lease`` that does not count as a use of ``origin``."""
         if origin is None:
             pages = {g.name: (0, np.empty(0, np.int32)) for g in self.spec.groups}
             return Lease(self._next_id(), root, 0, 0, (), pages, None)
@@ -115,13 +126,7 @@ class Cache:
         )  # fmt: skip
         self.pool.hold(lease.frames(), lease.id)
         origin.leases += 1
-        self.shelf.odds.meet(origin.kind, origin.hits)
-        origin.hits += 1
-        self.shelf.touch(origin, now)
-        self.shelf.mark(origin, 0.0)
         self.shelf.recount(origin)
-        count(self.counters.restored, origin.kind)
-        count(self.counters.saved_tokens, origin.kind, origin.at)
         return lease
 
     def extend(

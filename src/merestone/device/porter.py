@@ -9,6 +9,7 @@ is carried: it obeys the store orders of a plan, and reports.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +26,14 @@ from merestone.store.manifest import checksum
 from merestone.store.tier import Tier, segment_name
 
 Bytes = NDArray[np.uint8]
+
+
+EXPONENTS: dict[torch.dtype, tuple[type[np.unsignedinteger], int]] = {
+    torch.float32: (np.uint32, 0x7F800000),
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float16: (np.uint16, 0x7C00),
+}
+"""The bits of a number's exponent; all of them are set in infinities and what is no number."""
 
 
 class Span(NamedTuple):
@@ -65,6 +74,15 @@ def segment_spans(arena: Arena, segment: Segment) -> list[Span]:
     return spans
 
 
+def _finite(data: Bytes, dtype: torch.dtype) -> bool:
+    """Whether no number's exponent is all ones. Not torch's: on a thread of its own, that would
+    bring a pool of threads along to compete with the engine's."""
+    if dtype not in EXPONENTS:
+        return True
+    kind, exponent = EXPONENTS[dtype]
+    return not bool((data.view(kind) & exponent == exponent).any())
+
+
 class Porter:
     """Obeys store orders over ``arena`` on ``rank``. ``notify`` is called by any thread after a
     report."""
@@ -80,6 +98,7 @@ class Porter:
         self.readers = [Lane(f"merestone-{tier.name}-reader") for tier in tiers]
         # What was read, by ticket; a ticket that is not here any more is not wanted.
         self.fetched: dict[int, list[Bytes]] = {}
+        self._fetching = threading.Lock()
         self._reports: deque[StoreReport] = deque()
 
     def obey(self, orders: Sequence[StoreOrder]) -> tuple[StoreReport, ...]:
@@ -93,7 +112,8 @@ class Porter:
                 case Import():
                     self._import(order)
                 case Forget():
-                    self.fetched.pop(order.ticket, None)
+                    with self._fetching:
+                        self.fetched.pop(order.ticket, None)
                 case Erase():
                     self._erase(order)
         found = []
@@ -178,8 +198,9 @@ class Porter:
         if broken:
             error = next(iter(broken.values()))
             return StoreReport(order.ticket, self.rank, error, broken=tuple(broken))
-        if order.ticket in self.fetched:
-            self.fetched[order.ticket] = found
+        with self._fetching:
+            if order.ticket in self.fetched:
+                self.fetched[order.ticket] = found
         return StoreReport(order.ticket, self.rank)
 
     def _unpack(self, segment: Segment, data: bytes, found: list[Bytes]) -> str:
@@ -194,8 +215,7 @@ class Porter:
         done = 0
         for span in spans:
             part = source[done : done + span.size].copy()
-            numbers = torch.from_numpy(part).view(span.dtype)
-            if numbers.is_floating_point() and not bool(torch.isfinite(numbers).all()):
+            if not _finite(part, span.dtype):
                 return "not_finite"
             if not hidden:
                 frame[span.offset : span.offset + span.size] = part

@@ -327,7 +327,7 @@ def build_rank(
         hidden_rows=layout.hidden_rows,
         notes=tuple(layout.explain()),
         drafts=drafter.depth if drafter else 0,
-        layout=repr(fields),
+        layout=f"{torch.get_num_threads()} threads, {fields!r}",
     )
     rejecting = speculation_of(options).rejecting
     return Runner(model, arena, drafter, rejecting=rejecting), facts

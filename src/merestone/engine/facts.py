@@ -28,4 +28,5 @@ class Facts:
     notes: tuple[str, ...]
     drafts: int = 0
     layout: str = ""
-    """Every field of the state, in words: what two layouts must share to read each other's rows."""
+    """Every field of the state and the number of threads, in words: what two engines must share
+    to read each other's rows."""

@@ -89,7 +89,6 @@ def identity_of(weights: str, facts: Facts, ranks: int) -> Identity:
         "merestone": __version__,
         "torch": torch.__version__,
         "device": _device(facts.device),
-        "threads": str(torch.get_num_threads()),
         "dtype": facts.dtype,
         "layout": facts.layout,
         "groups": repr(facts.groups),
