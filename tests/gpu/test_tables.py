@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merestone.device.gpu_passes import MIXED, bucket, ladder
+from merestone.device.gpu_passes import MIXED, Passes, bucket, contexts, ladder
 from merestone.device.gpu_tables import Key, Tables, cut_at
 from merestone.sched.plan import Work
 
@@ -108,6 +108,28 @@ def test_sizes_of_graphs() -> None:
     assert ladder(64) == [1, 2, 4, 8, 16, 32, 64]
     assert bucket(65, MIXED) == 128
     assert bucket(5000, MIXED) is None
+    assert contexts(1) == contexts(4096) == [4096]
+    assert contexts(36_864) == [4096, 16384, 65536]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_every_graph_that_a_step_asks_for_is_made(drafts: int) -> None:
+    """Whatever decodes, verifies or prefills a little, at any length: no request waits for one."""
+    passes = object.__new__(Passes)
+    passes._slots, passes._each, passes.graphs = 6, drafts + 1, True
+    made = set(passes.keys(512, 20_000))
+    for end in (900, 4096, 4097, 20_000):
+        for count in range(1, 7):
+            for most in (1, drafts + 1):
+                works = [work(slot, end - most, most) for slot in range(count)]
+                key, graphed = passes._key_of(works)
+                assert graphed
+                assert key in made
+                assert key.rows >= count * most
+        key, graphed = passes._key_of([work(0, end - 300, 300), work(1, 10, 1)])
+        assert graphed
+        assert key in made
+    assert passes._key_of([work(0, 0, 2000)]) == (Key(2000, 1, 2048, True), False)
 
 
 @pytest.mark.parametrize("slots", [1, 7, 64])

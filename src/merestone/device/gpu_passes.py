@@ -43,12 +43,17 @@ def ladder(most: int) -> list[int]:
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
+def contexts(longest: int) -> list[int]:
+    """Sizes of contexts that graphs are made for, the last one at least ``longest`` tokens."""
+    sizes = [SHORTEST]
+    while sizes[-1] < longest:
+        sizes.append(4 * sizes[-1])
+    return sizes
+
+
 def reach_of(longest: int) -> int:
     """The size of contexts that ``longest`` tokens fall into."""
-    size = SHORTEST
-    while size < longest:
-        size *= 4
-    return size
+    return contexts(longest)[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +195,30 @@ class Passes:
 
     # -- graphs ---------------------------------------------------------------------------------
 
-    def capture_ladder(self) -> None:
-        """Capture the graphs of decoding and verification in short contexts, the largest (whose
-        memory the others share) first."""
+    def capture_all(self, rows: int, longest: int) -> int:
+        """Capture every graph for steps of up to ``rows`` rows and contexts of ``longest`` tokens,
+        the largest (whose memory the others share) first. Returns how many.
+
+        At start-up, so that no request waits for one.
+        """
         if not self.graphs:
-            return
-        for each in sorted({1, self._each}, reverse=True):
-            for size in reversed(ladder(self._slots)):
-                self._capture_forward(self._small_key(size, each, SHORTEST))
+            return 0
+        for key in self.keys(rows, longest):
+            self._capture_forward(key)
         for size in reversed(ladder(self._slots * self._each)):
             self._capture_sample(size)
+        return len(self._forwards) + len(self._samples)
+
+    def keys(self, rows: int, longest: int) -> list[Key]:
+        """Of all graphs for such steps, the largest first."""
+        found = []
+        for sees in reversed(contexts(longest)):
+            mixed = [size for size in reversed(MIXED) if size <= rows]
+            found += [Key(size, self._slots, sees, True) for size in mixed]
+            for each in sorted({1, self._each}, reverse=True):
+                sizes = reversed(ladder(self._slots))
+                found += [self._small_key(size, each, sees) for size in sizes]
+        return found
 
     def measure(self, rows: int, longest: int) -> int:
         """Bytes that steps take at most: one of ``rows`` rows, a decoding one, and its logits."""

@@ -25,7 +25,9 @@ from merestone.spec.mtp import MtpDrafter
 MARGIN = 1 << 30
 """Bytes that are left to the driver, to libraries and to fragmentation."""
 GRAPH_SLACK = 1.25
-"""What graphs take beside the workspace of their largest: their own descriptions, and pools."""
+"""What graphs share: the workspace of the largest, and what does not fit into its gaps."""
+GRAPH_BYTES = 8 << 20
+"""What each graph takes for itself."""
 SHARED_ENTRIES = 2 * CHUNK
 """Tokens of a page table beyond the longest sequence."""
 
@@ -110,11 +112,11 @@ def gpu_rank(
     # What is free differs a little; all ranks obey the same plans.
     frames = placed.world.least(frames)
     full = next(group.span for group in layout.groups if group.name == "full")
-    state = rank.state(frames, frames * full, options.poison)
+    longest = min(info.max_length, frames * full)
+    state = rank.state(frames, longest, options.poison)
     passes = rank.passes(state, graphs)
-    passes.capture_ladder()
-    if graphs:
-        notes.append(f"decoding graphs {passes.graph_bytes / 2**20:,.0f} MiB")
+    if count := passes.capture_all(options.token_budget, longest):
+        notes.append(f"{count} graphs in {passes.graph_bytes / 2**20:,.0f} MiB")
     facts = Facts(
         vocab_size=info.vocab_size,
         max_length=info.max_length,
@@ -155,7 +157,7 @@ class _Rank:
             slot_fields(self.model),
             frames=frames,
             slots=self.options.max_running,
-            longest=min(info.max_length, longest) + SHARED_ENTRIES,
+            longest=longest + SHARED_ENTRIES,
             hidden=info.hidden_size,
             hidden_dtype=info.dtype,
             device=self.device,
@@ -205,14 +207,15 @@ def _measure(rank: _Rank) -> _Sizes:
     # the same messages here, too).
     group = next(group for group in rank.layout.groups if group.name == "full")
     most = rank.model.world.least(free // rank.layout.row_bytes["full"] * group.shard)
-    probe = rank.state(1, most + SHARED_ENTRIES)
+    longest, budget = min(rank.model.info.max_length, most), rank.options.token_budget
+    probe = rank.state(1, longest)
     slots = torch.cuda.memory_allocated() - weights
     passes = rank.passes(probe, graphs=False)
-    longest, budget = min(rank.model.info.max_length, most), rank.options.token_budget
     workspace = passes.measure(budget, longest)
     graphs = 0
     if rank.options.graphs:
-        graphs = int(GRAPH_SLACK * passes.measure(min(MIXED[-1], budget), longest))
+        shared = passes.measure(min(MIXED[-1], budget), longest)
+        graphs = int(GRAPH_SLACK * shared) + GRAPH_BYTES * len(passes.keys(budget, longest))
     del passes, probe
     torch.cuda.empty_cache()
     return _Sizes(free, weights, slots, workspace, graphs)
