@@ -19,7 +19,7 @@ from merestone.spec.interface import Drafter
 from merestone.spec.mtp import MtpDrafter
 from parallel import passes
 
-LADDER = (1, 7, 64, 65, 129, 200)
+LADDER = (1, 7, 65, 129)
 
 
 class Answer(NamedTuple):
@@ -109,15 +109,15 @@ def chat(asked: Asking) -> list[Answer]:
 def squeeze(world: World, case: str) -> list[Answer]:
     """Too little memory: preempted, evicted and resumed answers are the undisturbed ones."""
     asked = Asked(
-        passes.build(case, world), world=world, page=16, frames=110, max_running=4, token_budget=128
+        passes.build(case, world), world=world, page=16, frames=90, max_running=4, token_budget=128
     )
     prompts = [stream(20 + 5 * i, 40 + i) for i in range(4)]
-    waiting = [asked.send(prompt, 70) for prompt in prompts]
+    waiting = [asked.send(prompt, 50) for prompt in prompts]
     asked.drain()
     assert asked.engine.scheduler.counters["preemptions"] > 0
     answers = [asked.answer(reply) for reply in waiting]
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.said == asked.cold(prompt, 70).said
+        assert answer.said == asked.cold(prompt, 50).said
     return answers
 
 
@@ -146,5 +146,5 @@ def speculate(world: World, kind: str) -> list[Answer]:
         assert answer.restored == length + 11
         assert answer.said == plain.cold(longer, 6).said
         answers += [first, again, answer]
-    assert any(answer.drafts.accepted[0] for answer in answers)
+    assert all(answer.drafts.steps for answer in answers)
     return answers
