@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import merestone.engine.build as build
 import merestone.engine.gpu as gpu
 from merestone.engine.build import EngineOptions, build_engine, resolve_device
 
@@ -38,6 +39,17 @@ def test_what_is_left_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     # What was asked for is not measured.
     assert gpu._frames(rank(EngineOptions(frames=7))) == (7, [])
     assert gpu._frames(rank(EngineOptions(memory=5 << 20))) == (5, [])
+
+
+def test_an_installation_without_triton_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(build, "import_module", absent)
+    with pytest.raises(ValueError, match=r"needs Triton: install merestone\[gpu\]"):
+        build.build_gpu_rank(None, EngineOptions(), "cuda")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps"])

@@ -279,10 +279,18 @@ def build_gpu_rank(
     model: Model, options: EngineOptions, device: str, drafter: Drafter | None = None
 ) -> tuple[StoringDevice, Facts]:
     """The doing side of one rank on a GPU. Needs Triton, which an installation for the CPU does not
-    have, hence the late import."""
-    built: tuple[StoringDevice, Facts] = import_module("merestone.engine.gpu").build_gpu_rank(
-        model, options, device, drafter
-    )
+    have, hence the late import.
+
+    Raises:
+        ValueError: Triton is not there; else as `merestone.engine.gpu` says.
+    """
+    try:
+        gpu = import_module("merestone.engine.gpu")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        raise ValueError(f"--device {device} needs Triton: install merestone[gpu]") from error
+    built: tuple[StoringDevice, Facts] = gpu.build_gpu_rank(model, options, device, drafter)
     return built
 
 
