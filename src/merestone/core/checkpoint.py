@@ -74,6 +74,8 @@ class Checkpoint:
     born_s: float = 0.0
     ttl_s: float = 0.0
     until_s: float = 0.0
+    digest: tuple[bytes, ...] = ()
+    """Checksums of its bytes, one a rank, if anybody asked for them when it was sealed."""
     base: float = 0.0
     """The inflation value of eviction when last used."""
     evictable: bool = False

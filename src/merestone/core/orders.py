@@ -105,7 +105,15 @@ class Erase(Struct, frozen=True, array_like=True, tag=True):
     addresses: tuple[str, ...]
 
 
-StoreOrder = Export | Fetch | Import | Forget | Erase
+class Digest(Struct, frozen=True, array_like=True, tag=True):
+    """Say under ``ticket`` what segments hold: a checksum of their bytes, or that a value among
+    them is not a finite number."""
+
+    ticket: int
+    segments: tuple[Segment, ...]
+
+
+StoreOrder = Export | Fetch | Import | Forget | Erase | Digest
 Order = CopyRows | SaveHidden | LoadHidden
 
 

@@ -51,6 +51,7 @@ from merestone.spec.build import (
 from merestone.spec.interface import Drafter
 from merestone.store.desk import StoreSettings
 from merestone.store.lane import Bell
+from merestone.store.verify import StateVerifier
 
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,6 +71,7 @@ class EngineOptions:
     time, for measurements at true sizes (the directory then needs config.json and a tokenizer
     only). ``page`` None chooses the page size. ``frames`` overrides what ``memory`` would give.
     ``retention``: see ``core/gate.py``. ``mark_share``: see ``CacheSpec``.
+    ``verify``: sum every checkpoint's bytes when it is sealed and when it is restored.
     ``stores``: see ``store/options.py``; a request waits for them ``store_wait`` seconds at most.
     With ``ranks.tp`` above 1, ``memory`` and ``frames`` are those of one rank. ``speculate``,
     ``draft`` and ``accept``: see ``spec/build.py``.
@@ -85,6 +87,7 @@ class EngineOptions:
     token_budget: int = 512
     retention: str = "auto"
     mark_share: float = 0.25
+    verify: bool = False
     page: int | None = None
     frames: int | None = None
     poison: bool = False
@@ -270,9 +273,14 @@ def build_on(
     Raises:
         ValueError: what cannot run there, or does not fit.
     """
+    runner: StoringDevice
     if device == "cpu":
-        return build_rank(model, options, drafter, world)
-    return build_gpu_rank(model, options, device, drafter)
+        runner, facts = build_rank(model, options, drafter, world)
+    else:
+        runner, facts = build_gpu_rank(model, options, device, drafter)
+    if options.verify:
+        runner.porter = Porter(runner.arena, (), world.rank, lambda: None)
+    return runner, facts
 
 
 def build_gpu_rank(
@@ -375,6 +383,8 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         token_budget=options.token_budget,
         depth=Depth(facts.drafts, adaptive=speculation_of(options).adaptive),
     )
+    if options.verify:
+        scheduler.verifier = StateVerifier(spec)
     retention, reason = choose(gate_setup(options), CHUNK)
     info = EngineInfo(
         model=name,

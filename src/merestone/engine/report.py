@@ -82,6 +82,7 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "drafts_verified": _places(drafts.drafted),
         "drafts_accepted": _places(drafts.accepted),
         "states_not_finite": float(scheduler.counters["not_finite"]),
+        "states_changed": float(scheduler.counters["checksum"]),
         "requests_running": float(len(scheduler.running)),
         "requests_waiting": float(len(scheduler.waiting)),
         "checkpoints": _labels(Counter(str(c.kind) for c in published)),

@@ -28,6 +28,7 @@ class Flight:
     poll: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     sealed: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
+    restored: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
 
     def admitted(self, slot: int) -> bool:
         """Whether the slot's request was admitted by this very plan."""

@@ -73,6 +73,18 @@ class Outside(Protocol):
         ...
 
 
+class Verifier(Protocol):
+    """Whatever looks at the bytes of checkpoints when they are sealed and restored."""
+
+    def orders(self, flight: Flight) -> None:
+        """Add what it wants to know to a plan that is otherwise made."""
+        ...
+
+    def judge(self, flight: Flight, result: StepResult) -> dict[int, str]:
+        """Ids of the flight's checkpoints that are not what they should be, and why."""
+        ...
+
+
 class Nothing:
     """No store."""
 

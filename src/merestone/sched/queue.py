@@ -16,6 +16,8 @@ from merestone.core.checkpoint import Checkpoint, State
 from merestone.core.runs import whole
 from merestone.sched.request import Sequence
 
+OVERTAKES = 64
+"""Exact hits that may start before one that waits for frames."""
 LOOKAHEAD = 64
 """Waiting sequences, from the head, whose matches are protected from eviction."""
 
@@ -39,6 +41,15 @@ class WaitingQueue:
         self.items.remove(seq)
         self.unprotect(seq)
         seq.waits_for, seq.looked_up = None, False
+
+    @staticmethod
+    def may_overtake(blocked: Sequence, seq: Sequence) -> bool:
+        """Whether ``seq`` may start before one that waits for frames: an exact hit, in turn."""
+        exact = seq.protects is not None and seq.protects.at == seq.known
+        if not exact or blocked.overtaken >= OVERTAKES:
+            return False
+        blocked.overtaken += 1
+        return True
 
     def find(self, seq: Sequence) -> Match:
         """What it may start from. A checkpoint with a hole in a window is dropped, and counted."""

@@ -145,6 +145,12 @@ class Sequence:
         self.preemptions += 1
         self.scored.clear()
 
+    def distrust(self, reason: str) -> None:
+        """What it started from was not right: back to the queue, to match nothing."""
+        self.requeue()
+        self.matches = False
+        self.restored, self.kind, self.lost = 0, None, reason
+
     def targets(self, start: int, end: int) -> tuple[int, ...]:
         """Ids whose log probabilities rows [start, end) of the prompt are asked for."""
         if self.prompt_logprobs is None:

@@ -7,6 +7,7 @@ the cache's verbs. Must not know tensors, text, clocks or ranks; a plan is all t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
 from merestone.core.cache import Cache, Extension, Match, OutOfFrames
@@ -16,14 +17,11 @@ from merestone.core.orders import LoadHidden
 from merestone.core.policy import pass_end
 from merestone.sched.depth import Depth
 from merestone.sched.flight import Flight, Outcome
-from merestone.sched.outside import Nothing, Outside
+from merestone.sched.outside import Nothing, Outside, Verifier
 from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
 from merestone.sched.queue import NO_MATCH, WaitingQueue
 from merestone.sched.request import Sequence
 from merestone.sched.seals import Seals
-
-OVERTAKES = 64
-"""Exact hits that may start before one that waits for frames."""
 
 
 class Scheduler:
@@ -51,6 +49,7 @@ class Scheduler:
         self.free_slots = list(range(slots))
         heapify(self.free_slots)
         self.outside: Outside = Nothing()
+        self.verifier: Verifier | None = None
         self.flight: Flight | None = None
         self.step = 0
         self.counters: Counter[str] = Counter()
@@ -75,7 +74,7 @@ class Scheduler:
             at = min(seq.computed, seq.known - 1) if kind is Kind.RESPONSE else seq.computed
             if at == seq.computed:
                 self.seals.here(seq, at, kind, self.step)
-        self._leave(seq)
+        self.leave(seq)
         self.closing.append(seq.slot)
 
     def abort(self, seq: Sequence) -> None:
@@ -86,7 +85,8 @@ class Scheduler:
         else:
             self.finish(seq, Kind.ALIGNED)
 
-    def _leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
+        """Take a sequence out of the running ones. Its slot is not free yet."""
         assert seq.lease is not None
         self.cache.release(seq.lease)
         seq.lease = None
@@ -103,6 +103,8 @@ class Scheduler:
         self._admit(flight)
         self._schedule(flight)
         self.outside.orders(flight)
+        if self.verifier is not None:
+            self.verifier.orders(flight)
         plan = flight.freeze()
         if plan.empty and self.busy and not self.outside.holding:
             self._unstick(flight)
@@ -133,7 +135,7 @@ class Scheduler:
         for seq in list(self.waiting.items):
             if self.waiting.still_waits(seq):
                 continue
-            if blocked is not None and not self._may_overtake(blocked, seq):
+            if blocked is not None and not self.waiting.may_overtake(blocked, seq):
                 continue
             found = self.waiting.find(seq)
             if self.waiting.must_wait(seq, found, self.running) or self.outside.holds(seq, found):
@@ -146,14 +148,6 @@ class Scheduler:
             if not self.free_slots and not self._yield_slot(flight, seq):
                 return
             self._start(flight, seq, found)
-
-    @staticmethod
-    def _may_overtake(blocked: Sequence, seq: Sequence) -> bool:
-        exact = seq.protects is not None and seq.protects.at == seq.known
-        if not exact or blocked.overtaken >= OVERTAKES:
-            return False
-        blocked.overtaken += 1
-        return True
 
     def _insist(self, seq: Sequence, found: Match) -> Match:
         """Nothing runs, so it must start: drop protections, in the end its own match."""
@@ -183,6 +177,7 @@ class Scheduler:
         flight.admits.append(Admit(seq.slot, tokens, seq.prompt, seq.choice, seq.params, pages))
         if origin is not None:
             flight.before.append(LoadHidden(seq.slot, origin.at, *origin.hidden))
+            flight.restored.append((seq, origin))
 
     def _schedule(self, flight: Flight) -> None:
         """Rows for the running ones: the first in rank, decodes, short prefills, then the rest.
@@ -294,7 +289,7 @@ class Scheduler:
 
     def _preempt(self, flight: Flight, seq: Sequence) -> None:
         """Back to the queue. What was sealed of its rows is kept; its other frames become free."""
-        self._leave(seq)
+        self.leave(seq)
         flight.unbind(seq.slot)
         self._free(flight, seq.slot)
         seq.requeue()
@@ -319,9 +314,14 @@ class Scheduler:
         """Take a step's result: publish what it sealed, count its rows, hand out its tokens."""
         flight = self._landed()
         bad_saves, bad_slots = set(result.bad_saves), set(result.bad_slots)
+        wrong = self.verifier.judge(flight, result) if self.verifier else {}
+        distrusted = [seq for seq, origin in flight.restored if origin.id in wrong and seq.lease]
+        bad_slots |= {seq.slot for seq in distrusted}
         for seq, sealed in flight.sealed:
             if sealed.hidden in bad_saves or (seq.slot in bad_slots and seq in flight.sequences):
                 self.cache.discard(sealed, "not_finite")
+            elif sealed.id in wrong:
+                self.cache.discard(sealed, wrong[sealed.id])
             else:
                 self.cache.publish(sealed, flight.now)
                 if sealed.at <= seq.prompt:
@@ -335,10 +335,13 @@ class Scheduler:
             assert seq.lease is not None
             self.cache.settle(seq.lease)
             if work.slot in bad_slots:
-                outcomes += self._not_finite(seq)
+                outcomes += self._distrust(seq, wrong)
                 continue
             self._advance(seq, work, entry)
             outcomes.append(Outcome(seq, entry))
+        for seq in distrusted:
+            if seq.lease is not None:  # it had no rows in this step
+                outcomes += self._distrust(seq, wrong)
         return outcomes
 
     def _advance(self, seq: Sequence, work: Work, entry: WorkResult) -> None:
@@ -361,7 +364,7 @@ class Scheduler:
         self.outside.failed()
         lost = list(self.running)
         for seq in lost:
-            self._leave(seq)
+            self.leave(seq)
             self.closing.append(seq.slot)
         return [Outcome(seq, None, error) for seq in lost]
 
@@ -379,18 +382,18 @@ class Scheduler:
         flight, self.flight = self.flight, None
         return flight
 
-    def _not_finite(self, seq: Sequence) -> list[Outcome]:
-        """A state that is not a number: forget where it came from and recompute; cold, give up."""
+    def _distrust(self, seq: Sequence, wrong: Mapping[int, str]) -> list[Outcome]:
+        """A state that cannot be right: forget where it came from and recompute; cold, give up."""
         assert seq.lease is not None
         origin = seq.lease.origin
-        self.counters["not_finite"] += 1
-        self._leave(seq)
+        reason = wrong.get(origin.id, "not_finite") if origin else "not_finite"
+        self.counters[reason] += 1
+        self.leave(seq)
         self.closing.append(seq.slot)
         if origin is None:
             return [Outcome(seq, None, "the model computed a value that is not finite")]
         for checkpoint in self.cache.relatives(origin):
-            self.cache.discard(checkpoint, "not_finite")
-        seq.requeue()
-        seq.matches = False
+            self.cache.discard(checkpoint, reason)
+        seq.distrust(reason)
         self.waiting.add(seq)
         return []

@@ -64,6 +64,10 @@ ModelDir = Annotated[
 CacheTokens = Annotated[
     bool, typer.Option("--cache-tokens", help="GET /cache lists token ids, which are users' texts.")
 ]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Sum every checkpoint's bytes when sealed and when restored."),
+]
 MarkShare = Annotated[
     float,
     typer.Option(min=0, max=1, help="Part of the pool that marks with a time to live may keep."),
@@ -160,6 +164,7 @@ def serve(
     token_budget: Annotated[int, typer.Option(min=1, help="Token rows in one step.")] = 512,
     retention: Annotated[str, typer.Option(help="auto, boundaries, aligned:N or none.")] = "auto",
     mark_share: MarkShare = 0.25,
+    verify: Verify = False,
     speculate: Annotated[
         str, typer.Option(help="none, mtp:1 to mtp:7, mtp:auto or dflash.")
     ] = "none",
@@ -215,6 +220,7 @@ def serve(
         token_budget=token_budget,
         retention=retention,
         mark_share=mark_share,
+        verify=verify,
         frames=frames,
         page=page,
         stores=tuple(store or ()),

@@ -24,6 +24,7 @@ ENGINE_COUNTERS = {
     "checkpoints_evicted": ("kind", "Checkpoints dropped for their frames"),
     "saved_tokens": ("kind", "Tokens of the checkpoints that requests resumed from"),
     "states_not_finite": (None, "Requests whose state was not finite"),
+    "states_changed": (None, "Restored checkpoints with other bytes than when sealed (--verify)"),
     "tokens_computed": (None, "Token rows computed, recomputed ones included"),
     "steps": (None, "Steps run"),
     "draft_steps": (None, "Works that verified drafts"),
