@@ -19,6 +19,7 @@ from merestone.core.cache import Cache, CacheSpec
 from merestone.core.gate import PROVEN_LAYOUTS, Setup, choose, table
 from merestone.device.arena import Arena
 from merestone.device.layout import plan_layout
+from merestone.device.porter import Porter
 from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
 from merestone.engine.device import Device
