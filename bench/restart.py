@@ -12,11 +12,13 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import psutil
 import typer
 
 from bench.serving import merestone_process
@@ -170,8 +172,51 @@ def chat(arguments: list[str], model: Path) -> Chat:
         return Chat(TURNS, turns[-1], written, ideal(model, turns), replays)
 
 
+@dataclass
+class Budgets:
+    """Bytes, at most at any time while ``chats`` were served. ``resident``: beyond what the
+    process took before, with its pool full and its memory store empty."""
+
+    chats: int
+    memory_budget: int
+    resident: int
+    disk_budget: int
+    on_disk: int
+    evicted: float
+
+
+def _size(place: Path) -> int:
+    size = 0
+    for path in place.glob("*/*/*"):
+        with suppress(FileNotFoundError):  # erased meanwhile
+            size += path.stat().st_size
+    return size
+
+
+def budgets(arguments: list[str], place: Path, chats: int) -> Budgets:
+    memory, disk = 64 << 20, 128 << 20
+    stores = ["--store", f"memory:{memory}", "--store", f"disk:{place}:{disk}"]
+    found = Budgets(chats, memory, 0, disk, 0, 0.0)
+    with merestone_process([*arguments, "--memory", "64MiB", *stores]) as url:
+        (server,) = psutil.Process().children()
+        prompts = [[n // 100, *stream(150, n % 100, vocab=200)] for n in range(chats)]
+        for prompt in prompts[:30]:
+            ask(url, prompt, "warm-up", 20)
+        settled(url)
+        httpx.post(f"{url}/cache/reset").raise_for_status()
+        start = server.memory_info().rss
+        for prompt in prompts:
+            answer = ask(url, prompt, "chat", 20)
+            ask(url, [*prompt, *answer.ids, *stream(60, 7, vocab=200)], "chat", 20)
+            found.resident = max(found.resident, server.memory_info().rss - start)
+            found.on_disk = max(found.on_disk, _size(place))
+        found.evicted = metric(url, "store_evicted")
+    return found
+
+
 def main(
     length: Annotated[int, typer.Option(help="Prompt tokens.")] = 8192,
+    chats: Annotated[int, typer.Option(help="Chats of the budgets' run.")] = 200,
     model: Annotated[str | None, typer.Option(help="Directory. Default: bundled.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object there, too.")] = None,
 ) -> None:
@@ -183,6 +228,7 @@ def main(
             bytes_ = chat(
                 [*arguments, "--store", f"disk:{place}/b:8GiB"], Path(model) if model else BUNDLED
             )
+            kept = budgets(arguments, Path(place) / "c", chats)
         except WrongResult as error:
             print(f"refused: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
@@ -194,7 +240,10 @@ def main(
     print(f"a chat of {bytes_.turns} turns, {bytes_.tokens} tokens wrote {bytes_.written:,.0f} B,"
           f" {bytes_.written / bytes_.ideal:.2f} times its rows and one state a turn;"
           f" ten replays wrote {bytes_.replays:,.0f} B")  # fmt: skip
-    result = json.dumps({"restart": asdict(times), "chat": asdict(bytes_)})
+    print(f"{kept.chats} chats: memory store of {kept.memory_budget:,} B, resident at most"
+          f" {kept.resident:,} B more; disk store of {kept.disk_budget:,} B, at most"
+          f" {kept.on_disk:,} B; {kept.evicted:,.0f} checkpoints evicted")  # fmt: skip
+    result = json.dumps({"restart": asdict(times), "chat": asdict(bytes_), "budgets": asdict(kept)})
     if out is not None:
         out.write_text(result + "\n")
     print(result)

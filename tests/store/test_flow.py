@@ -8,6 +8,7 @@ from fake_device import small_spec
 from merestone.core.orders import Export, Import
 from merestone.sched.plan import StepPlan
 from merestone.store.desk import StoreSettings
+from merestone.store.manifest import decode
 from store.storing import StoringHarness, Vault
 
 PROMPT = [(7 * n) % 11 for n in range(40)]
@@ -153,3 +154,32 @@ def test_two_hundred_chats_keep_the_budget() -> None:
             assert used <= 1.05 * limit
     h.check_vaults()
     assert min(h.stores.stats()["store_evicted"].values()) > 100
+
+
+def test_imports_in_flight_are_bounded_and_each_comes() -> None:
+    vault = Vault("disk")
+    prompts = [[key] * 3 + PROMPT[:20] for key in range(5)]
+    first = harness(vault, frames=300)
+    for prompt in prompts:
+        first.ask(prompt, 2)
+    settings = StoreSettings(wait_s=60.0, staging_bytes=100)
+    h = harness(vault, frames=300, settings=settings, slots=5)
+    replies = [h.send(prompt, 2) for prompt in prompts]
+    most = 0
+    while not all(reply.finished() for reply in replies):
+        h.step()
+        most = max(most, len(h.stores.fetches.by_address))
+    assert most == 1
+    assert [reply.restored for reply in replies] == [23] * 5
+
+
+def test_a_broken_answer_of_a_shared_tier_is_followed_by_the_next_best() -> None:
+    vault = Vault("net")
+    shared = frozenset({"net"})
+    first = harness(vault, shared=shared)
+    first.ask(PROMPT, 4, boundaries=((24, "mark"),))
+    deepest = max((decode(m, a) for a, m in vault.manifests.items() if decode(m, a).at <= 40),
+                  key=lambda manifest: manifest.at)  # fmt: skip
+    del vault.cells[deepest.segments[-1].address]
+    reply = harness(vault, shared=shared).ask(PROMPT, 4)
+    assert (reply.restored, reply.finished().cache.lost) == (24, "store_missing")

@@ -80,6 +80,14 @@ class Fetches:
         """Whether ranks will have something to report."""
         return any(f.stage is Stage.READING for f in self.by_address.values())
 
+    def has_room(self, manifest: Manifest, most: int) -> bool:
+        """Whether host memory may hold one more, if all that is on its way shall be ``most``
+        bytes. One always may; what is on its way already is no more."""
+        if not self.by_address or manifest.address in self.by_address:
+            return True
+        manifests = [manifest, *(fetching.manifest for fetching in self.by_address.values())]
+        return sum(entry.size for m in manifests for entry in m.segments) <= most
+
     def fetch(
         self, seq: Waiting, chain: Chain, desk: Desk, manifest: Manifest, base: Checkpoint | None
     ) -> Fetching | None:

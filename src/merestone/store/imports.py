@@ -56,7 +56,8 @@ class Imports:
 
     @property
     def holding(self) -> bool:
-        return any(not visit.over for visit in self.visits.values())
+        """Whether somebody still waits. Who is not asked about any more does, too, for a while."""
+        return any(not v.over and self.now < v.deadline for v in self.visits.values())
 
     def holds(self, seq: Waiting, found: Match) -> bool:
         """Whether ``seq`` should wait on for something deeper than ``found``."""
@@ -128,19 +129,21 @@ class Imports:
             if fetching.stage is Stage.DONE:
                 return False
             visit.reason = fetching.reason
-            visit.answers = [a for a in visit.answers if a[1] is not fetching.manifest]
-            if fetching.reason == "no_room":
+            if fetching.reason in ("no_room", "duplicate"):
                 return False
+            self._drop(visit, fetching.desk, fetching.manifest, found.at)
         if visit.asking:
             return True
         best = self._best(visit, found.at)
         if best is None:
             return False
         desk, manifest = best
+        if not self.fetches.has_room(manifest, self.settings.staging_bytes):
+            return True
         fetching = self.fetches.fetch(seq, visit.chain, desk, manifest, found.checkpoint)
         if fetching is None:
             visit.reason = "foreign"
-            visit.answers = [a for a in visit.answers if a[1] is not manifest]
+            self._drop(visit, desk, manifest, found.at)
             return self._advance(seq, visit, found)
         fetching.visits += 1
         visit.fetching = fetching
@@ -157,6 +160,14 @@ class Imports:
         ]
         found += [(desk, m) for desk, m in visit.answers if above < m.at]
         return max(found, key=lambda pair: (pair[1].at, -pair[0].index), default=None)
+
+    def _drop(self, visit: Visit, desk: Desk, manifest: Manifest, above: int) -> None:
+        """An answer was of no use: is there another, now that the tier has lost that one?"""
+        before = len(visit.answers)
+        visit.answers = [answer for answer in visit.answers if answer[1] is not manifest]
+        if len(visit.answers) < before and desk.reads.good(self.now):
+            visit.asking += 1
+            self._ask(desk, visit, above)
 
     def _leave(self, visit: Visit) -> None:
         if visit.fetching is not None:
