@@ -41,18 +41,22 @@ BUNDLED = Path(__file__).parents[1] / "src" / "merestone" / "assets" / "mereston
 
 @dataclass(slots=True)
 class Answer:
-    """One request's: (id, log probability) of each token, how many came in each step, and the
-    seconds from the first token to the last."""
+    """One request's: (id, log probability) of each token, how many came in each step, and when the
+    first and the last came, by the clock and by the process's own time."""
 
     tokens: list[tuple[int, float]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     restored: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
+    first: tuple[float, float] = (0.0, 0.0)
+    last: tuple[float, float] = (0.0, 0.0)
 
     @property
     def decode_s(self) -> float:
-        return self.last_s - self.first_s
+        return self.last[0] - self.first[0]
+
+    @property
+    def decode_cpu_s(self) -> float:
+        return self.last[1] - self.first[1]
 
     @property
     def accepted(self) -> list[int]:
@@ -94,11 +98,11 @@ def ask(engine: LocalEngine, prompt: Sequence[int], count: int, name: str) -> An
 
 def _sink(answer: Answer, ended: threading.Event) -> Callable[[list[Event]], None]:
     def sink(events: list[Event]) -> None:
-        now = time.perf_counter()
+        now = time.perf_counter(), time.process_time()
         drawn = [e for e in events if isinstance(e, TokenEvent)]
         if drawn:
-            answer.first_s = answer.first_s or now
-            answer.last_s = now
+            answer.first = answer.first if answer.steps else now
+            answer.last = now
             answer.steps.append(len(drawn))
             answer.tokens += [(e.token, e.logprob.logprob) for e in drawn if e.logprob]
         for event in events:
@@ -132,10 +136,14 @@ def run(
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Medians over the prompts; rates count from the first token."""
+    """Medians over the prompts; rates count from the first token. What a step costs in the
+    process's own time does not depend on what else the machine does."""
     steps = [len(a.steps) - 1 for a in answers]
     return {
         "steps_per_s": median(n / a.decode_s for n, a in zip(steps, answers, strict=True)),
+        "step_cpu_ms": median(
+            1000 * a.decode_cpu_s / n for n, a in zip(steps, answers, strict=True)
+        ),
         "tokens_per_s": median((len(a.tokens) - 1) / a.decode_s for a in answers),
         "accepted": median(sum(a.accepted) / n for n, a in zip(steps, answers, strict=True)),
         "accepted_of_each": [
@@ -166,6 +174,7 @@ def measure(
         found = report[kind]["cold"]
         report[kind]["tokens_to_none"] = found["tokens_per_s"] / base["tokens_per_s"]
         report[kind]["step_cost"] = base["steps_per_s"] / found["steps_per_s"]
+        report[kind]["step_cpu_cost"] = found["step_cpu_ms"] / base["step_cpu_ms"]
     return report
 
 
