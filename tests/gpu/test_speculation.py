@@ -72,21 +72,18 @@ def answer(reply, choice: int = 0) -> list:
 
 
 def test_a_thin_thread() -> None:
-    """Cold beside a mate, then restored: the answers of an engine without drafts."""
+    """Cold, then restored: the answer of an engine without drafts."""
     parts = small()
-    ids, other = (tuple(t % 64 for t in stream(n, key)) for n, key in ((9, 3), (3, 4)))
-    options = {"frames": 300, "max_running": 2, "token_budget": 64}
-    plain = GpuReal(parts[0], **options)
-    expected = [answer(plain.ask(prompt, 3)) for prompt in (ids, other)]
+    ids = tuple(t % 64 for t in stream(9, 3))
+    options = {"frames": 300, "max_running": 1, "token_budget": 64}
+    expected = answer(GpuReal(parts[0], **options).ask(ids, 3))
     real = Drafting(parts, 2, **options)
-    replies = [real.send(prompt, 3) for prompt in (ids, other)]
-    real.drain()
-    assert [answer(reply) for reply in replies] == expected
+    assert answer(real.ask(ids, 3)) == expected
     made = len(real.made)
-    assert made >= 2
+    assert made >= 1
     again = real.ask(ids, 3)
     assert again.restored == 9
-    assert answer(again) == expected[0]
+    assert answer(again) == expected
     assert len(real.made) == made
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from merestone.device.gpu_passes import Passes, bucket, ladder, reach_of
+from merestone.device.gpu_passes import Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import Key, Tables
 from merestone.layers.state import Field
@@ -185,6 +185,15 @@ class GpuDrafting:
         last[: len(lasts)], last[len(lasts) :] = lasts, key.rows - 1
         slots[: len(lasts)] = [t.slot for t in turns if t.proposing]
         slots[len(lasts) :] = padding
+
+    def capture_all(self, longest: int) -> int:
+        """Capture every graph for contexts of up to ``longest`` tokens, at start-up; returns how
+        many."""
+        if self._passes.graphs:
+            for sees in reversed(contexts(longest)):
+                for size in reversed(ladder(self._slots)):
+                    self._capture(self._key_of(size, sees))
+        return len(self._graphs)
 
     # -- the device's side ----------------------------------------------------------------------
 

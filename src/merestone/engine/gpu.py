@@ -115,7 +115,14 @@ def gpu_rank(
     longest = min(info.max_length, frames * full)
     state = rank.state(frames, longest, options.poison)
     passes = rank.passes(state, graphs)
-    if count := passes.capture_all(options.token_budget, longest):
+    drafting: Drafter | GpuDrafting | None
+    count = passes.capture_all(options.token_budget, longest)
+    if isinstance(drafter, GpuMtpDrafter):
+        drafting = GpuDrafting(drafter, placed, state, passes, options.max_running)
+        count += drafting.capture_all(longest)
+    else:
+        drafting = drafter
+    if count:
         notes.append(f"{count} graphs in {passes.graph_bytes / 2**20:,.0f} MiB")
     facts = Facts(
         vocab_size=info.vocab_size,
@@ -132,10 +139,7 @@ def gpu_rank(
         drafts=drafter.depth if drafter else 0,
         layout=repr(own),
     )
-    if isinstance(drafter, GpuMtpDrafter):
-        drafting = GpuDrafting(drafter, placed, state, passes, options.max_running)
-        return GpuRunner(placed, state, passes, drafting), facts
-    return GpuRunner(placed, state, passes, drafter), facts
+    return GpuRunner(placed, state, passes, drafting), facts
 
 
 @dataclass(frozen=True, slots=True)
