@@ -6,7 +6,8 @@ import pytest
 
 import merestone.engine.build as build
 import merestone.engine.gpu as gpu
-from merestone.engine.build import EngineOptions, build_engine, resolve_device
+from merestone.engine.build import EngineOptions, build_engine
+from merestone.engine.machine import resolve_device
 
 GIB = 1 << 30
 

@@ -6,7 +6,6 @@ Knows every room of the doing side by name. Must not know HTTP.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -25,6 +24,7 @@ from merestone.engine.api import EngineInfo
 from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
+from merestone.engine.machine import default_threads, resolve_device
 from merestone.engine.outside import (
     StoringDevice,
     declared,
@@ -56,7 +56,6 @@ from merestone.store.verify import StateVerifier
 
 log = logging.getLogger("merestone.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL_WEIGHTS = 256 << 20
 CPU_MEMORY = 512 << 20
 """Bytes of the pool on a CPU, if nothing is said."""
 
@@ -221,32 +220,6 @@ def retention_of(options: EngineOptions) -> tuple[str, str, list[tuple[str, str,
     setup = gate_setup(options)
     retention, reason = choose(setup, CHUNK)
     return str(retention), reason, table(setup)
-
-
-def resolve_device(device: str) -> str:
-    """The device that ``device`` means here.
-
-    Raises:
-        ValueError: it is not one, or is not there.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise ValueError(f"--device {device!r} is not one of auto, cpu, cuda, cuda:N")
-    if device != "cpu" and int(device[5:] or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {device}: no such CUDA device is available")
-    return device
-
-
-def default_threads(directory: Path, load_format: str = "auto") -> int:
-    """One thread for small models, where waking a second one costs more than it computes.
-
-    A model of random weights counts as large: true sizes are what it is for.
-    """
-    if load_format == "random":
-        return torch.get_num_threads()
-    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return 1 if weights < SMALL_WEIGHTS else torch.get_num_threads()
 
 
 def assemble(

@@ -19,11 +19,11 @@ from merestone.engine.build import (
     build_on,
     load,
     load_draft,
-    resolve_device,
     set_threads,
     weights_of,
 )
 from merestone.engine.facts import Facts
+from merestone.engine.machine import resolve_device
 from merestone.engine.outside import StoringDevice, open_tiers
 from merestone.engine.ranks.loop import serve_rank
 from merestone.engine.ranks.messages import RankConfig, Welcome, flat
