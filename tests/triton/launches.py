@@ -11,11 +11,14 @@ from merestone.core.geometry import GroupSpec
 from merestone.ops.triton.attention import Keys, attend, items
 from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
+from merestone.ops.triton.draw import draw, draws
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
+from merestone.ops.triton.judge import bad_anchors, bad_rows, best
 from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
+from merestone.ops.triton.kda_inputs import kda_inputs
 from merestone.ops.triton.norms import (
     gated_rms_norm,
     l2_norm,
@@ -24,8 +27,16 @@ from merestone.ops.triton.norms import (
     rms_norm,
     swiglu,
 )
+from merestone.ops.triton.pages import (
+    read_rows,
+    set_entries,
+    write_ring,
+    write_rows,
+    write_tail,
+)
 from merestone.ops.triton.rows import Cells, Sequences
 from merestone.ops.triton.tokens import select_own
+from merestone.sched.plan import SamplingParams
 
 LAUNCHES: dict[str, Callable[[int], None]] = {}
 
@@ -167,3 +178,39 @@ def recurrence(rows: int) -> None:
     step = Pass(tables.first, tables.first, tables.first, tables.anchor_frames)
     for lowest in (-5.0, None):
         kda(x, x, x, x.float(), beta, cells, cache, tables, step, chunk=64, lowest=lowest)
+
+
+@launch
+def kept_rows(rows: int) -> None:
+    bf16, width = torch.bfloat16, 24576
+    arena = torch.empty(2, 1 << 20, dtype=bf16)
+    pages = arena.as_strided((2, 16, width), (1 << 20, width, 1))
+    tables = sequences(rows)
+    one = torch.zeros(rows, dtype=torch.int32)
+    new = torch.empty(rows, width, dtype=bf16)
+    for floor in (None, one):
+        write_rows(new, pages, tables.open_pages, one, one, floor)
+    read_rows(pages, tables.open_pages, one, one)
+    write_ring(new[:, :4096], torch.empty(2, 128, 4096, dtype=bf16), one, one, one, one)
+    tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
+    write_tail(new, pages, tail, tables, one, tables.anchor_frames)
+    set_entries(one, one, one)
+
+
+@launch
+def delta_inputs(rows: int) -> None:
+    bf16, heads, width = torch.bfloat16, 64, 8192
+    mixed, gate = torch.empty(rows, 3 * width, dtype=bf16), torch.empty(rows, width, dtype=bf16)
+    strength, rate = torch.empty(rows, heads, dtype=bf16), torch.empty(heads)
+    for lowest in (-5.0, None):
+        kda_inputs(mixed, gate, strength, torch.empty(width), rate, eps=1e-6, lowest=lowest)
+
+
+@launch
+def judgements(rows: int) -> None:
+    logits, one = torch.empty(rows, 154880), torch.zeros(rows, dtype=torch.int32)
+    best(logits, one, one)
+    bad_rows(torch.empty(rows, 4096, dtype=torch.bfloat16), one, one)
+    cells = Cells(torch.empty(2, 1 << 19), torch.zeros(64, 2, dtype=torch.int64))
+    bad_anchors(cells, 128 * 128, one[:, None].repeat(1, 74), one)
+    draw(logits, draws([(0, SamplingParams(temperature=1.0), 0, 0)] * rows, 154880))
