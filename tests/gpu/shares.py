@@ -11,11 +11,14 @@ from gpu.machine import CUDA, GpuReal
 from gpu.test_thin import KIMI, SPARSE, answer, prompt
 from interpreted import order_dots
 from layers.test_glm5_next import CONFIG
+from merestone.engine.gpu import mtp_on_gpu
 from merestone.models.glm5_next import Glm5Next
+from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.gpu import on_gpu
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import World
+from merestone.spec.mtp import MtpDrafter
 from models.plain_loop import PlainLoop
 from parallel.engines import Asking, chat, climb
 
@@ -49,6 +52,27 @@ def answers(world: World, family: str, length: int) -> tuple[list, list, list[fl
             for token, value in entry.top
         ]
         return answer(cold), answer(replies[0]), far
+
+
+def drafted(world: World, length: int, count: int) -> tuple[list, list, list]:
+    """Answers without drafts, with the MTP layer's, and of a replay with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            order_dots(patch)
+        config = dataclasses.replace(UNEVEN, mtp_layers=1, mtp_shares_index=True)
+        tensors = dict(draw(config, 0))
+        own = {name: tensors.pop(name) for name in list(tensors) if name.startswith("layers.2.")}
+        model = on_gpu(Glm5Next(config, tensors, torch.float32, world), world.device)
+        layer = Glm5NextMtp(config, own, torch.float32, world)
+        drafter = mtp_on_gpu(MtpDrafter(layer, model, 2), world.device)
+        options = {"page": 16, "frames": 300, "max_running": 1, "token_budget": 64}
+        plain = GpuReal(model, **options).ask(prompt(length, 3), count)
+        real = GpuReal(model, drafter, **options)
+        cold = real.ask(prompt(length, 3), count)
+        again = real.ask(prompt(length, 3), count)
+        assert again.restored == length
+        assert cold.finished().drafts == again.finished().drafts
+        return answer(plain), answer(cold), answer(again)
 
 
 def pad_steps(real: GpuReal) -> None:

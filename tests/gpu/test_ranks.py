@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.machine import DEVICE
-from gpu.shares import answers, engines
+from gpu.shares import answers, drafted, engines
 from parallel.ranks import Ranks
 
 
@@ -30,6 +30,15 @@ def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(
     assert again == cold
     assert found[1][:2] == (cold, again)
     assert max(far) < 1e-3
+
+
+@pytest.mark.gpu
+def test_two_ranks_draft_without_a_change_of_bits(ranks: Ranks) -> None:
+    """The MTP layer by head; its rows are on both ranks while the target's are shared."""
+    found = ranks.run(drafted, 2, 2, 13, 9, timeout_s=300.0, device=DEVICE)
+    plain, cold, again = found[0]
+    assert plain == cold == again
+    assert found[1] == found[0]
 
 
 @pytest.mark.multi_gpu

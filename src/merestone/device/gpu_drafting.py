@@ -163,8 +163,9 @@ class GpuDrafting:
         return Key(size * (self.depth + 1), size, reach_of(longest), False)
 
     def _of(self, key: Key) -> Tables:
+        # Every rank has all rows of the layer's group: it computes its own heads alone.
         return Tables(
-            key, chunk=CHUNK, heads=self._model.heads, pool=self._model.pool,
+            key, chunk=CHUNK, heads=self._layer.attention.shape.heads, pool=self._model.pool,
             frames=self._state.layout.anchor_frames,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ Knows every room of it by name. Imported only where a GPU is asked for: Triton i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,8 +69,6 @@ def build_gpu_rank(
         raise ValueError(f"--speculate {options.speculate} does not go with --device {device} yet")
     if drafter is not None and speculation_of(options).rejecting:
         raise ValueError(f"--accept rejection does not go with --device {device} yet")
-    if drafter is not None and options.ranks.dcp > 1:
-        raise ValueError(f"--speculate {options.speculate} with --dcp needs --device cpu")
     with current(device):
         try:
             placed = on_gpu(model, device)
@@ -83,8 +81,10 @@ def build_gpu_rank(
 
 
 def mtp_on_gpu(drafter: MtpDrafter, device: str) -> GpuMtpDrafter:
-    """``drafter`` with its layer on ``device``. Takes the layer's experts away."""
-    return GpuMtpDrafter(GpuMtp(drafter.layer, device), drafter.depth, drafter.groups)
+    """``drafter`` with its layer on ``device``. Takes the layer's experts away. Ranks that share
+    tokens do not share the layer's here: one of twelve layers' keys, and a pass over copies."""
+    groups = tuple(replace(group, dealt=False) for group in drafter.groups)
+    return GpuMtpDrafter(GpuMtp(drafter.layer, device), drafter.depth, groups)
 
 
 def gpu_rank(
