@@ -1,4 +1,5 @@
-"""Four real ranks, DCP 4, three drafts a step: plans travel, pages are sharded, answers are exact.
+"""Four real ranks, DCP 4, three drafts a step, a store: plans travel, pages are sharded, answers
+are exact.
 
 `tests/parallel` proves every layout with engines in lockstep; here the plans are sent, and a rank
 is killed under load.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
+from merestone.store.stores import Stores
 from processes.ranked import Waiting
 
 RANKS = RankOptions(tp=4, dcp=4, on_loss="restart", silence_s=10.0)
@@ -62,7 +65,11 @@ def said(reply: Waiting) -> list[object]:
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     directory: Path = tmp_path_factory.mktemp("ranks") / "tiny"
     write_tiny(directory)
-    options = EngineOptions(frames=600, poison=True, threads=1, speculate="mtp:3", ranks=RANKS)
+    store = f"disk:{tmp_path_factory.mktemp('store')}:50MB"
+    options = EngineOptions(
+        frames=600, poison=True, threads=1, speculate="mtp:3", stores=(store,), store_wait=30.0,
+        ranks=RANKS,
+    )  # fmt: skip
     engine = build_engine(directory, options, "tiny")
     engine.start()
     yield Client(engine)
@@ -94,9 +101,21 @@ def test_eight_at_once(client: Client) -> None:
     assert said(replies[6]) == said(client.cold(texts[6]))
 
 
+def unwritten(engine: LocalEngine) -> int:
+    """Checkpoints that are on their way to the store."""
+    outside = engine.scheduler.outside
+    assert isinstance(outside, Stores)
+    return engine.ask(lambda: sum(desk.waiting for desk in outside.desks))
+
+
 def test_a_rank_killed_in_decode_and_the_same_bits_from_its_successor(client: Client) -> None:
+    """The ranks come back with an empty cache; each reads its part of what the store has."""
     prompt = stream(90, 90)
     before = client.ask(prompt)
+    until = time.monotonic() + 30
+    while client.engine.scheduler.busy or unwritten(client.engine):
+        assert time.monotonic() < until
+        time.sleep(0.02)
     reply = client.send(stream(30, 31), 2000)
     while not any(isinstance(event, TokenEvent) for event in list(reply.events)):
         assert not reply.ended.wait(0.01)
@@ -109,6 +128,7 @@ def test_a_rank_killed_in_decode_and_the_same_bits_from_its_successor(client: Cl
     assert end.reason == "error"
     assert "rank 2" in str(end.error)
     waiting.wait(60)
-    assert waiting.restored == 0
+    assert waiting.restored == 90
     assert said(waiting) == said(before)
-    assert client.ask(prompt).restored == 90
+    fresh = stream(70, 71)
+    assert said(client.ask(fresh)) == said(client.cold(fresh))

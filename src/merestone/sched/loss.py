@@ -12,7 +12,7 @@ from merestone.sched.scheduler import Scheduler
 def lose_device(scheduler: Scheduler, error: str) -> list[Outcome]:
     """End what runs, and forget every checkpoint: no frame holds what it did. May be repeated.
 
-    Requests that wait keep their places; they will match nothing.
+    Requests that wait keep their places. They will match nothing, and may ask stores again.
     """
     cache = scheduler.cache
     if scheduler.flight is None:  # lost between two steps
@@ -22,5 +22,7 @@ def lose_device(scheduler: Scheduler, error: str) -> list[Outcome]:
     for _, _, sealed in scheduler.seals.late:
         cache.discard(sealed, "device_lost")
     scheduler.seals.late.clear()
+    for seq in scheduler.waiting.items:
+        scheduler.outside.leaves(seq)
     cache.reset()
     return outcomes
