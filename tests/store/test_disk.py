@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,37 @@ def test_a_disk_that_takes_nothing(
     again = Stored(store(tmp_path))
     assert again.served(kept, 2).restored == 70
     again.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_real_disk_fills_up_and_turns_read_only(small_disk: Path) -> None:
+    engine = Stored(store(small_disk))  # the budget is larger than the disk
+    prompts = [list(stream(100, key)) for key in range(4)]
+    for prompt in prompts:
+        engine.served(prompt, 1)
+        engine.outside.desks[0].writes.note("", 0.0)
+        engine.drain()
+        audit_disk(engine, small_disk)
+    assert engine.stat("store_not_written")["full"] >= 1
+    assert engine.stat("store_written")["disk"] >= 1
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    engine.outside.desks[0].writes.note("", 0.0)
+    engine.served(list(stream(30, 9)), 1)
+    assert engine.stat("store_not_written")["read_only"] >= 1
+    engine.engine.cache.reset()
+    assert engine.served(prompts[0], 1).restored == 100
+    engine.stop()
 
 
 def test_a_state_that_is_not_finite_is_refused_whatever_its_checksum(tmp_path: Path) -> None:
