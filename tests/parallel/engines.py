@@ -106,6 +106,21 @@ def chat(asked: Asking) -> list[Answer]:
     return answers
 
 
+def fill(world: World, case: str) -> list[Answer]:
+    """A prompt of nine tenths of what the memory holds at most, replayed and continued."""
+    asked = Asked(passes.build(case, world), world=world, page=16, frames=45)
+    limit = asked.engine.info.context_limit
+    prompt = stream(limit * 9 // 10, 7)
+    first = asked.warm(prompt, 3)
+    again = asked.warm(prompt, 3)
+    assert again == (first.said, None, len(prompt))
+    longer = (*prompt, *(said.token for said in first.said[:-1]), 9)
+    onward = asked.warm(longer, 3)
+    assert onward.restored == len(longer) - 1
+    assert onward.said == asked.cold(longer, 3).said
+    return [first, again, onward]
+
+
 def squeeze(world: World, case: str) -> list[Answer]:
     """Too little memory: preempted, evicted and resumed answers are the undisturbed ones."""
     asked = Asked(

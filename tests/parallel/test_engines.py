@@ -35,6 +35,11 @@ def test_conversations(ranks: Ranks) -> None:
     assert [a.restored for a in answers] == [a.restored for a in alone]
 
 
+def test_nine_tenths_of_the_limit(ranks: Ranks) -> None:
+    (first, *_) = agree(ranks, engines.fill, 4, 4, "glm")
+    assert first.restored == 0
+
+
 def test_preemption(ranks: Ranks) -> None:
     agree(ranks, engines.squeeze, 2, 2, "glm")
 
