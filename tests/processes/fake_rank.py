@@ -98,7 +98,8 @@ def build(config: RankConfig, welcome: Welcome) -> tuple[FakeRank, Facts]:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank.struck("hang-at-start"):
         time.sleep(3600)
-    return rank, facts(SPEC.frames - 1 if rank.struck("fewer-frames") else SPEC.frames)
+    frames = SPEC.frames - 1 if rank.struck("fewer-frames") else SPEC.frames
+    return rank, facts(welcome.frames or frames)
 
 
 if __name__ == "__main__":

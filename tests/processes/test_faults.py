@@ -17,8 +17,9 @@ from merestone.engine.device import DeviceLost
 from processes.ranked import Ranked
 
 PROMPT = [i % VOCAB for i in range(100)]
-BOUND_S = 6.0
-"""The longest that anything may take after a fault, with a silence of one second."""
+BOUND_S = 20.0
+"""The longest that anything may take after a fault, with a silence of one second, on a machine
+that is busy with other things: most of it is the start of processes."""
 
 
 def alive(pid: int) -> bool:
@@ -184,6 +185,21 @@ def test_a_start_that_fails_says_why(
         with pytest.raises(error, match=says):
             r.start()
         assert not r.pids()
+
+
+def test_ranks_come_back_with_the_pool_that_they_had(tmp_path: Path) -> None:
+    """A GPU may have a little more or less to spare the second time."""
+    with Ranked(tmp_path, start=False, on_loss="restart") as r:
+        for rank in (0, 1):
+            r.strike(rank, "fewer-frames")
+        assert r.ranks.start().frames == 127
+        os.kill(r.pids()[1], signal.SIGKILL)
+        until = time.monotonic() + BOUND_S
+        while not (r.ranks.sessions == 2 and r.ranks.up):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert r.ranks.facts is not None
+        assert r.ranks.facts.frames == 127
 
 
 def test_ranks_end_with_whoever_started_them(tmp_path: Path) -> None:

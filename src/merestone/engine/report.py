@@ -77,6 +77,7 @@ def engine_stats(cache: Cache, scheduler: Scheduler, counters: Counter[str]) -> 
         "tokens_computed": float(scheduler.counters["rows"]),
         "steps": float(scheduler.step),
         "failed_steps": float(counters["failed_steps"]),
+        "devices_lost": float(counters["devices_lost"]),
         "preemptions": float(scheduler.counters["preemptions"]),
         "draft_steps": float(drafts.steps),
         "drafts_verified": _places(drafts.drafted),

@@ -68,6 +68,7 @@ class Ranks:
         self.directory = directory
         self.engine_options = engine_options
         self.command = command
+        self.address = _address(options.master) if options.master else ""
         self.private = Path(tempfile.mkdtemp(prefix="merestone-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.encoder = msgspec.msgpack.Encoder()
@@ -84,7 +85,6 @@ class Ranks:
         self.anew: threading.Thread | None = None
         self.on_lost: Callable[[str, bool], None] = _nobody
         self.on_back: Callable[[], None] = _nobody
-        self.address = _address(options.master) if options.master else ""
         pulse = f"tcp://{self.address}:*" if self.address else f"ipc://{self.private}/pulse"
         self.watch = Watch(self.context, pulse, options.silence_s, self._lost)
 
@@ -128,7 +128,9 @@ class Ranks:
             self._send(Refused(difference))
             raise ValueError(difference)
         self.hosts = {rank: hello.host for rank, hello in sorted(hellos.items())}
-        self._send(Welcome(session, self.watch.endpoint, self._rendezvous()))
+        before = self.facts
+        frames = None if before is None else before.frames
+        self._send(Welcome(session, self.watch.endpoint, self._rendezvous(), frames))
         facts: dict[int, Facts] = {}
         while len(facts) < options.tp:
             reply = self._receive(until, "was not ready", facts)
@@ -139,12 +141,12 @@ class Ranks:
                 facts[reply.rank] = reply.facts
         if difference := different_facts(facts):
             raise ValueError(difference)
-        if self.facts is not None and facts[0] != self.facts:
-            raise DeviceLost("the ranks came back built differently")
+        if before is not None and (difference := different_facts({0: before, 1: facts[0]})):
+            raise DeviceLost(f"rank 0 came back built differently: {difference}")
         with self.turn:
             if self.watch.lost is not None:
                 raise self._loss(self.watch.lost)
-            self.facts, self.up = facts[0], True
+            self.facts, self.up = before or facts[0], True
         return facts[0]
 
     def _bind(self) -> tuple[zmq.Socket[bytes], str]:

@@ -92,11 +92,13 @@ class Hello(Struct, frozen=True, array_like=True, tag=True):
 
 class Welcome(Struct, frozen=True, array_like=True, tag=True):
     """All ranks agree. ``rendezvous`` is where their collectives meet, ``pulse`` where each of them
-    is to be heard; messages of another ``session`` are not for us."""
+    is to be heard; messages of another ``session`` are not for us. ``frames``: those of the pool
+    that ranks which come back must have, whatever their options would lead to now."""
 
     session: str
     pulse: str
     rendezvous: str
+    frames: int | None = None
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=True):

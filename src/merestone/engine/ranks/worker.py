@@ -6,6 +6,7 @@ Knows how a rank is built from options. Must not know plans or sockets.
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -76,6 +77,8 @@ def runs_with(config: RankConfig) -> dict[str, str]:
 def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
     """Load this rank's share of the model, and put a runner around it."""
     options, ranks, directory = _options(config), config.ranks, Path(config.directory)
+    if welcome.frames is not None:
+        options = replace(options, frames=welcome.frames)
     set_threads(directory, options, share=len(ranks.local))
     device, backend = _place(options, config)
     world = connect(
