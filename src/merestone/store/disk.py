@@ -48,7 +48,9 @@ class DiskTier:
         try:
             for folder in ("tmp", "segments", "manifests"):
                 (directory / folder).mkdir(parents=True, exist_ok=True)
-            self._lock = open(directory / "lock", "ab")  # noqa: SIM115 - held for life
+            (directory / "lock").touch()
+            # For reading: nothing keeps the file system from being made read-only meanwhile.
+            self._lock = open(directory / "lock", "rb")  # noqa: SIM115 - held for life
         except OSError as error:
             raise ValueError(f"--store disk:{directory}: {error.strerror}") from error
         if not owner:
