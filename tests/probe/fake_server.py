@@ -35,6 +35,7 @@ class Faults:
     alternates: bool = False  # seals only what missed
     publishes_early: bool = False  # an aborted prefill is kept as if it had finished
     batch_matters: bool = False  # answers depend on who else runs
+    forgets_junctions: bool = False
     lacks: frozenset[str] = frozenset()
     forgetful: bool = False  # only the last 64 ids matter
 
@@ -60,6 +61,12 @@ class FakeServer:
                 return end, self.kept[key]
         return 0, 0
 
+    def junction(self, salt: str, prompt: Sequence[int], cached: int) -> int:
+        """Where the prompt parts from what is known, if that is far above what is cached."""
+        known = [ids for owner, ids in self.kept if owner == salt]
+        part = max((common(ids, prompt) for ids in known), default=0)
+        return part if part - cached >= 64 and not self.faults.forgets_junctions else 0
+
     def seal(self, salt: str, ids: Sequence[int], state: int) -> None:
         if len(ids) % self.faults.grid == 0:
             self.kept[salt, tuple(ids)] = state
@@ -81,6 +88,7 @@ class FakeServer:
                 state = roll(0, call.prompt[: cached - 1])
         if self.faults.lies and hit:
             call.cached, cached, state = len(call.prompt), 0, 0
+        call.marks = sorted({*call.marks, self.junction(salt, call.prompt, cached)} - {0})
         self.running += 1
         try:
             state = await self._prefill(call, salt, cached, state, seals=not hit)
@@ -136,6 +144,11 @@ class Call:
     passed: list[tuple[int, int]] = field(default_factory=list)
 
 
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def roll(state: int, ids: Sequence[int]) -> int:
     for token in ids:
         state = (state * 6364136223846793005 + token + 1) % (2**61 - 1)
@@ -148,6 +161,10 @@ def row(state: int) -> tuple[int, list[tuple[int, float]]]:
     return 97 + first, [(97 + (first + k) % 26, -(state % 997 + k + 1) / 991) for k in range(5)]
 
 
+def text_of(content: Any) -> str:
+    return "".join(p["text"] for p in content) if isinstance(content, list) else content or ""
+
+
 def render(messages: Sequence[dict[str, Any]], header: bool, keep: bool) -> list[int]:
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     ids = [BOS]
@@ -155,7 +172,7 @@ def render(messages: Sequence[dict[str, Any]], header: bool, keep: bool) -> list
         ids.append(ROLE[message["role"]])
         if (thought := message.get("reasoning_content")) is not None:
             ids += [THINK, *(thought.encode() if keep or i > last else b""), END_THINK]
-        ids += (message.get("content") or "").encode()
+        ids += text_of(message.get("content")).encode()
         for call in message.get("tool_calls") or ():
             ids += [CALL, *json.dumps(call["function"]).encode()]
     return [*ids, ASSISTANT] if header else ids
@@ -170,9 +187,18 @@ def conversation(body: dict[str, Any]) -> tuple[list[int], list[tuple[int, str]]
         leading += 1
     whole = render(messages, True, keep)
     found = [(len(render(messages, False, keep)), "turn")]
+    for count in range(leading + 1, len(messages)):
+        part = render(messages[:count], False, keep)
+        if part == whole[: len(part)]:
+            found.append((len(part), "message"))
+    for count, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list) and content[0].get("cache_control"):
+            begun = [*messages[:count], {**message, "content": content[:1]}]
+            found.append((len(render(begun, False, keep)), "mark"))
     if leading:
         found.insert(0, (len(render(messages[:leading], False, keep)), "instruction"))
-    return whole, found
+    return whole, sorted(found)
 
 
 def refuse(message: str, status: int = 400) -> Response:

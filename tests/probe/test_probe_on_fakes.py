@@ -54,6 +54,7 @@ def test_a_right_server_passes_every_row() -> None:
         (Faults(drops_tail=True), ("replay-quiet", "C22", "C32", "C38")),
         (Faults(shares_salts=True), ("replay-quiet", "C28")),
         (Faults(alternates=True), ("C44",)),
+        (Faults(forgets_junctions=True), ("junction",)),
         (Faults(batch_matters=True), ("replay-inflight", "replay-4-at-once", "C21", "C51")),
     ],
     ids=lambda value: (
@@ -95,7 +96,7 @@ def test_equality_without_power_counts_for_nothing() -> None:
         ("salt", [name for name, _, _ in ROWS]),
         ("logprobs", [name for name, _, _ in ROWS]),
         ("marks", ["C06", "C37", "C40"]),
-        ("render", ["C02", "C04", "C39"]),
+        ("render", ["C02", "C04", "C39", "cache-control", "earlier-messages"]),
         ("metrics", ["C14", "C46", "replay-overturned"]),
     ],
 )

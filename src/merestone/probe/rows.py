@@ -6,7 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from merestone.probe import cases_load, cases_reuse, cases_wrong, chat, ladder, records
+from merestone.probe import (
+    cases_load,
+    cases_places,
+    cases_reuse,
+    cases_wrong,
+    chat,
+    ladder,
+    records,
+)
 from merestone.probe.client import Refused
 from merestone.probe.context import DISTURBANCES, Probe
 from merestone.probe.reply import Broken, Unsupported
@@ -51,6 +59,7 @@ ROWS: list[tuple[str, str, ladder.Row]] = [
     ("C35", IDS, cases_load.abort_frees),
     ("C36", IDS, cases_load.timeout_and_retry),
     ("C37", MARKS, cases_reuse.dropped_messages),
+    ("earlier-messages", RENDER, cases_places.earlier_messages),
     ("C38", CHAT, chat.tool_rounds),
     ("C39", RENDER, chat.trailing_time),
     ("C40", f"{RENDER} marks", chat.both_dialects),
@@ -58,6 +67,8 @@ ROWS: list[tuple[str, str, ladder.Row]] = [
     ("C44", IDS, cases_reuse.no_alternation),
     ("C47", CHAT, chat.thinking_off),
     ("C48", CHAT, chat.tool_loop),
+    ("junction", IDS, cases_places.junction),
+    ("cache-control", RENDER, cases_places.marked_part),
     ("C49", COLD, cases_load.near_the_ceiling),
     ("C50", IDS, cases_reuse.restores_together),
     ("C51", IDS, cases_load.decodes_beside_prefill),
