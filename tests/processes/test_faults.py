@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import pytest
 
 from fake_device import VOCAB, oracle
 from merestone.engine.device import DeviceLost
-from processes.ranked import Ranked
+from merestone.engine.ranks.messages import RankOptions
+from merestone.engine.ranks.node import keep_ranks
+from processes.ranked import COMMAND, Ranked
 
 PROMPT = [i % VOCAB for i in range(100)]
 BOUND_S = 20.0
@@ -200,6 +204,28 @@ def test_ranks_come_back_with_the_pool_that_they_had(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert r.ranks.facts is not None
         assert r.ranks.facts.frames == 127
+
+
+def test_another_machine_starts_its_ranks_again_too(tmp_path: Path) -> None:
+    """It may do so before node 0 has noticed anything; what it says then is said again."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = {"nodes": 2, "master": master, "on_loss": "restart", "silence_s": 1.0, "start_s": 20.0}
+    theirs = RankOptions(tp=2, node=1, **shared)
+    ended: list[str | None] = []
+    lender = threading.Thread(
+        target=lambda: ended.append(keep_ranks(theirs, tmp_path, b"{}", command=COMMAND))
+    )
+    lender.start()
+    with Ranked(tmp_path, **shared) as r:
+        assert r.ask(PROMPT).ids() == oracle(PROMPT, 8)
+        os.kill(r.ranks.hellos[1].process, signal.SIGKILL)
+        r.until("restarting", BOUND_S)
+        r.until("ok", BOUND_S)
+        again = r.ask(PROMPT)
+        assert (again.restored, again.ids()) == (0, oracle(PROMPT, 8))
+    lender.join(BOUND_S)
+    assert ended == [None]
 
 
 def test_ranks_end_with_whoever_started_them(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Ranks:
         self.turn = threading.RLock()
         """Held by whoever uses the socket or changes the session."""
         self.facts: Facts | None = None
-        self.hosts: dict[int, str] = {}
+        self.hellos: dict[int, Hello] = {}
         self.sessions = 0
         self.up = False
         self.closed = False
@@ -127,7 +127,7 @@ class Ranks:
         if difference := disagreement(hellos):
             self._send(Refused(difference))
             raise ValueError(difference)
-        self.hosts = {rank: hello.host for rank, hello in sorted(hellos.items())}
+        self.hellos = hellos
         before = self.facts
         frames = None if before is None else before.frames
         self._send(Welcome(session, self.watch.endpoint, self._rendezvous(), frames))
@@ -264,6 +264,8 @@ class Ranks:
                     replies[reply.rank] = reply
                     until = min(until, time.monotonic() + BEHIND_S)
                     failing += f", in which rank {reply.rank} failed ({reply.error}),"
+                elif isinstance(reply, Hello) and reply.process != self.hellos[reply.rank].process:
+                    raise self._loss(self.watch.declare(f"rank {reply.rank} was started anew"))
         try:
             return merge(replies)
         except RanksApart as error:
@@ -304,8 +306,8 @@ class Ranks:
             "dcp": self.options.dcp,
             "sessions": self.sessions,
             "ranks": [
-                {"rank": rank, "host": host, "heard_s_ago": heard.get(rank)}
-                for rank, host in self.hosts.items()
+                {"rank": rank, "host": hello.host, "heard_s_ago": heard.get(rank)}
+                for rank, hello in sorted(self.hellos.items())
             ],
         }
 

@@ -37,6 +37,8 @@ from merestone.engine.ranks.messages import (
 from merestone.sched.plan import StepPlan, StepResult
 
 log = logging.getLogger("merestone.ranks")
+AGAIN_S = 2.0
+"""How often a rank reports that nobody answers."""
 UNWANTED = 5
 """Exit status of a rank that node 0 refused, or that found no node 0 in time."""
 PULSES = 5
@@ -89,8 +91,7 @@ def _serve(channel: Channel, config: RankConfig, runs_with: RunsWith, build: Bui
         found = runs_with(config)
     except (ValueError, OSError) as error:
         found = {"its own files": str(error)}
-    channel.send(Hello(config.rank, os.getpid(), socket.gethostname(), found))
-    welcome = channel.receive(config.ranks.start_s)
+    welcome = _meet(channel, Hello(config.rank, os.getpid(), socket.gethostname(), found), config)
     if not isinstance(welcome, Welcome):
         if not isinstance(welcome, Stop):
             log.error("%s", welcome.reason if isinstance(welcome, Refused) else "nobody answers")
@@ -109,6 +110,16 @@ def _serve(channel: Channel, config: RankConfig, runs_with: RunsWith, build: Bui
     while isinstance(order := channel.receive(), Run):
         channel.send(_obey(config.rank, rank, order.plan))
     return 0
+
+
+def _meet(channel: Channel, hello: Hello, config: RankConfig) -> ToRank | None:
+    """Report until somebody answers: what was said to a session that had ended is lost."""
+    until = time.monotonic() + config.ranks.start_s
+    answer = None
+    while answer is None and time.monotonic() < until:
+        channel.send(hello)
+        answer = channel.receive(AGAIN_S)
+    return answer
 
 
 def _obey(number: int, rank: Rank, plan: StepPlan) -> Done | Failed:
