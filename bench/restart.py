@@ -189,7 +189,7 @@ def _size(place: Path) -> int:
     size = 0
     for path in place.glob("*/*/*"):
         with suppress(FileNotFoundError):  # erased meanwhile
-            size += path.stat().st_size
+            size += path.stat().st_blocks * 512
     return size
 
 

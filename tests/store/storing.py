@@ -252,7 +252,8 @@ def audit_catalog(catalog: Catalog) -> None:
         for entry in manifest.segments:
             held = catalog.segments[entry.address]
             assert (held.size, held.sums) == (entry.size, entry.sums)
-    total = sum(held.size for held in catalog.segments.values())
-    total += sum(len(encode(manifest)) for manifest in manifests)
+    ranks = manifests[0].ranks if manifests else 1
+    total = sum(catalog.cost(held.size, ranks) for held in catalog.segments.values())
+    total += sum(catalog.cost(len(encode(manifest))) for manifest in manifests)
     assert catalog.total == total
     assert catalog.budget is None or total <= catalog.budget or not catalog.stored

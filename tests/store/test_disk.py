@@ -33,9 +33,13 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("segments/*/*"))
 
 
+def allocated(path: Path) -> int:
+    return -(-path.stat().st_size // disk.BLOCK) * disk.BLOCK
+
+
 def audit_disk(engine: Stored, directory: Path) -> None:
     """Files on disk = files referenced, byte for byte as many."""
-    catalog = engine.outside.desks[0].catalog
+    (catalog,) = (desk.catalog for desk in engine.outside.desks if desk.name == "disk")
     audit_catalog(catalog)
     assert {p.name: p.stat().st_size for p in files(directory)} == {
         f"{address}.0": held.size for address, held in catalog.segments.items()
@@ -44,7 +48,7 @@ def audit_disk(engine: Stored, directory: Path) -> None:
     assert [p.stem for p in manifests] == sorted(catalog.stored)
     assert not list((directory / "tmp").iterdir())
     kept = [*files(directory), *manifests]
-    assert sum(p.stat().st_size for p in kept) == catalog.total
+    assert sum(allocated(p) for p in kept) == catalog.total
 
 
 def store(directory: Path, size: str = "1GiB") -> str:
@@ -320,18 +324,18 @@ def test_replays_write_nothing_and_a_chat_writes_what_is_new(tmp_path: Path) -> 
 
 
 def test_budgets_hold_in_memory_and_on_disk(tmp_path: Path) -> None:
-    budget = 600_000
+    budget = 800_000
     engine = Stored(f"memory:{budget}", store(tmp_path, str(budget)), token_budget=256)
     memory, on_disk = engine.outside.desks
     rng = random.Random(0)
     for chat in range(20):
         engine.ask(list(stream(rng.randrange(20, 100), 10 + chat)), rng.randrange(1, 3))
-        used = sum(p.stat().st_size for p in tmp_path.glob("*/*/*"))
+        used = sum(allocated(path) for path in tmp_path.glob("*/*/*"))
         assert used <= budget * 1.05
         kept = sum(map(len, memory.clerk.tier.kept.values()))
         assert kept <= budget * 1.05
-    assert min(memory.catalog.evicted, on_disk.catalog.evicted) > 10
-    assert min(memory.catalog.total, on_disk.catalog.total) > budget * 0.6
+    assert min(memory.catalog.evicted, on_disk.catalog.evicted) > 5
+    assert min(memory.catalog.total, on_disk.catalog.total) > budget * 0.5
     audit_disk(engine, tmp_path)
     engine.stop()
     smaller = Stored(store(tmp_path, str(budget // 2)))

@@ -25,7 +25,7 @@ from merestone.engine.facts import Facts
 from merestone.store.catalog import Catalog
 from merestone.store.clerk import Clerk
 from merestone.store.desk import Desk, Identity, StoreSettings
-from merestone.store.disk import DiskTier
+from merestone.store.disk import BLOCK, DiskTier
 from merestone.store.lane import Bell
 from merestone.store.memory import MemoryTier
 from merestone.store.network import NetworkTier
@@ -141,8 +141,8 @@ def keep_outside(
     tickets = itertools.count(1)
     desks = []
     for index, (spec, tier) in enumerate(zip(map(parse_store, stores), tiers, strict=True)):
-        catalog = Catalog(spec.budget)
         disk = tier if isinstance(tier, DiskTier) else None
+        catalog = Catalog(spec.budget, BLOCK if disk else 1)
         if disk is not None:
             counts = recover(catalog, disk, disk)
             log.info("store disk:%s: %s", spec.place, counts)

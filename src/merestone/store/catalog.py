@@ -34,10 +34,14 @@ class Waste:
 
 
 class Catalog:
-    """Checkpoints of one tier, least recently used first, within ``budget`` bytes (None: any)."""
+    """Checkpoints of one tier, least recently used first, within ``budget`` bytes (None: any).
 
-    def __init__(self, budget: int | None = None) -> None:
+    ``grain``: every piece, on each rank, takes a multiple of so many bytes.
+    """
+
+    def __init__(self, budget: int | None = None, grain: int = 1) -> None:
         self.budget = budget
+        self.grain = grain
         self.total = 0
         self.stored: dict[str, Manifest] = {}
         self.writing: dict[str, Manifest] = {}
@@ -97,7 +101,7 @@ class Catalog:
         Returns the manifest to write."""
         for address, (size, sums) in written.items():
             held = self.segments[address]
-            self.total += size - held.size
+            self.total += self.cost(size, len(sums)) - self.cost(held.size, len(sums))
             held.size, held.sums = size, sums
         entries = tuple(
             Entry(entry.address, held.size, held.sums)
@@ -159,7 +163,12 @@ class Catalog:
         """Bytes of ``draft`` and of what is being written."""
         manifests = [*self.writing.values(), draft]
         sizes = {entry.address: entry.size for m in manifests for entry in m.segments}
-        return sum(sizes.values()) + sum(len(encode(manifest)) for manifest in manifests)
+        whole = sum(self.cost(size, draft.ranks) for size in sizes.values())
+        return whole + sum(self.cost(len(encode(manifest))) for manifest in manifests)
+
+    def cost(self, size: int, pieces: int = 1) -> int:
+        """Bytes that ``size`` bytes take, in equal ``pieces``."""
+        return -(-size // (pieces * self.grain)) * pieces * self.grain
 
     def _hold(self, manifest: Manifest) -> None:
         self._measure(manifest)
@@ -167,12 +176,12 @@ class Catalog:
             held = self.segments.get(entry.address)
             if held is None:
                 held = self.segments[entry.address] = Held(entry.size, entry.sums)
-                self.total += entry.size
+                self.total += self.cost(entry.size, manifest.ranks)
             held.refs += 1
 
     def _measure(self, manifest: Manifest) -> None:
         """Count the bytes of a manifest, as it stands now."""
-        length = len(encode(manifest))
+        length = self.cost(len(encode(manifest)))
         self.total += length - self._lengths.get(manifest.address, 0)
         self._lengths[manifest.address] = length
 
@@ -184,7 +193,7 @@ class Catalog:
             held.refs -= 1
             if not held.refs:
                 del self.segments[entry.address]
-                self.total -= held.size
+                self.total -= self.cost(held.size, manifest.ranks)
                 gone.append(entry.address)
         return gone
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from merestone.store.manifest import StoreFault
 
+BLOCK = 4096
+"""What a file system gives to a file is a multiple of this many bytes."""
 REASONS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
