@@ -46,7 +46,7 @@ class Ranked:
 
     def __init__(self, directory: Path, tp: int = 2, start: bool = True, **options) -> None:
         self.directory = directory
-        options = {"silence_s": 1.0, "step_s": 20.0, "start_s": 20.0, **options}
+        options = {"silence_s": 3.0, "step_s": 20.0, "start_s": 20.0, **options}
         self.ranks = Ranks(RankOptions(tp=tp, **options), directory, b"{}", command=COMMAND)
         self.count = 0
         if start:
