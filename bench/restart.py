@@ -194,20 +194,20 @@ def _size(place: Path) -> int:
 
 
 def budgets(arguments: list[str], place: Path, chats: int) -> Budgets:
-    memory, disk = 64 << 20, 128 << 20
+    memory, disk = 24 << 20, 48 << 20
     stores = ["--store", f"memory:{memory}", "--store", f"disk:{place}:{disk}"]
     found = Budgets(chats, memory, 0, disk, 0, 0.0)
-    with merestone_process([*arguments, "--memory", "64MiB", *stores]) as url:
+    with merestone_process([*arguments, "--memory", "32MiB", *stores]) as url:
         (server,) = psutil.Process().children()
-        prompts = [[n // 100, *stream(150, n % 100, vocab=200)] for n in range(chats)]
+        prompts = [[n // 100, *stream(60, n % 100, vocab=200)] for n in range(chats)]
         for prompt in prompts[:30]:
-            ask(url, prompt, "warm-up", 20)
+            ask(url, prompt, "warm-up", 8)
         settled(url)
         httpx.post(f"{url}/cache/reset").raise_for_status()
         start = server.memory_info().rss
         for prompt in prompts:
-            answer = ask(url, prompt, "chat", 20)
-            ask(url, [*prompt, *answer.ids, *stream(60, 7, vocab=200)], "chat", 20)
+            answer = ask(url, prompt, "chat", 8)
+            ask(url, [*prompt, *answer.ids, *stream(20, 7, vocab=200)], "chat", 8)
             found.resident = max(found.resident, server.memory_info().rss - start)
             found.on_disk = max(found.on_disk, _size(place))
         found.evicted = metric(url, "store_evicted")
