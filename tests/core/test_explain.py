@@ -63,12 +63,13 @@ def test_no_boundary_where_prompts_part() -> None:
 def test_graves_are_bounded_and_forget_the_oldest() -> None:
     graves = Graves(limit=3)
 
-    def along(root: str, count: int) -> list[tuple[int, str]]:
-        return [(grave.at, grave.why) for grave in graves.along(root, tokens(count))]
+    def along(root: str, count: int, above: int = 0) -> list[tuple[int, str]]:
+        return [(grave.at, grave.why) for grave in graves.along(root, tokens(count), above)]
 
     for size in (4, 8, 4, 12):
         graves.bury("r", tokens(size), f"why{size}", Kind.MARK)
     assert along("r", 20) == [(4, "why4"), (8, "why8"), (12, "why12")]
+    assert along("r", 20, above=4) == [(8, "why8"), (12, "why12")]
     graves.bury("s", tokens(8), "other", Kind.MARK)
     assert along("r", 20) == [(4, "why4"), (12, "why12")]
     assert along("r", 11) == [(4, "why4")]

@@ -48,6 +48,7 @@ class Harness:
         budget: int = 32,
         context: int | None = None,
         retention: str = "boundaries",
+        reason: str = "as asked for",
         accuracy: float = 0.5,
         adaptive: bool = False,
     ) -> None:
@@ -62,6 +63,7 @@ class Harness:
             vocab_size=VOCAB,
             eos_ids=(),
             retention=retention,
+            retention_reason=reason,
         )
         self.now = 0.0
         self.engine = LocalEngine(info, self.cache, self.scheduler, self.device, clock=self.clock)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.harness import Harness
+from engine.harness import Harness, Reply
 from fake_device import oracle, small_spec
 from merestone.core.checkpoint import Kind
 from merestone.core.policy import _SPECIFIC
@@ -113,3 +113,58 @@ def test_a_boundary_behind_a_token_of_the_answer() -> None:
 
 def test_kinds_are_those_that_the_policy_ranks() -> None:
     assert set(_SPECIFIC) == set(Kind)
+
+
+# -- what a response says -----------------------------------------------------------------------
+
+
+def account(reply: Reply) -> tuple[int, int, str, int]:
+    end = reply.finished()
+    assert end is not None
+    return end.cache.matched, end.cache.restored, end.cache.lost, end.cache.written
+
+
+def test_written_is_what_the_next_request_can_resume_from() -> None:
+    h = Harness(small_spec(frames=300))
+    prompt = stream(41, 1)
+    assert account(h.ask(prompt, 4)) == (0, 0, "unknown", 41)
+    assert account(h.ask(prompt, 4)) == (41, 41, "", 0)
+    assert account(h.ask([*prompt, *stream(9, 2)], 4)) == (41, 41, "", 9)
+
+
+def test_evicted_boundaries_are_named() -> None:
+    h = Harness(small_spec(frames=60))
+    prompt = stream(41, 1)
+    h.ask(prompt, 4)
+    for key in range(2, 12):
+        h.ask(stream(41, key), 4)
+    matched, restored, lost, _ = account(h.ask(prompt, 4))
+    assert (matched, restored, lost) == (41, 0, "evicted")
+    assert h.cache.counters.evicted["prompt"] > 0
+
+
+@pytest.mark.parametrize(("reason", "lost"), [("as asked for", "no_boundary"), ("a store", "gate")])
+def test_off_the_grid_the_gate_is_named_if_it_chose_the_grid(reason: str, lost: str) -> None:
+    h = Harness(small_spec(frames=300), retention="aligned:16", reason=reason)
+    prompt = stream(100, 2)
+    assert account(h.ask(prompt, 4)) == (0, 0, "unknown", 96)
+    assert account(h.ask([*prompt[:92], 8, 8], 4))[:3] == (92, 80, lost)
+    assert account(h.ask([*prompt[:10], 8, 8], 4))[:3] == (10, 0, "too_short")
+    assert account(h.ask(prompt[:96], 4))[:3] == (96, 96, "")
+
+
+def test_other_salts_are_told_apart() -> None:
+    h = Harness(small_spec(frames=300))
+    h.ask(stream(41, 1), 4, salt="one")
+    assert account(h.ask(stream(41, 1), 4, salt="two"))[:3] == (0, 0, "other_salt")
+
+
+def test_marks_with_a_time_to_live_survive_what_fills_the_pool() -> None:
+    h = Harness(small_spec(frames=90))
+    prompt = stream(33, 1)
+    for lives, kept in (((), 0), (((20, 1000.0),), 20)):
+        salt = f"lives {kept}"
+        h.ask(prompt, 2, salt=salt, boundaries=((20, "mark"),), lives=lives)
+        for key in range(2, 14):
+            h.ask(stream(41, key), 4)
+        assert h.ask([*prompt[:20], 7, 7], 2, salt=salt).restored == kept

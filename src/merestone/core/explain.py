@@ -23,7 +23,7 @@ def explain(cache: Cache, root: Root, tokens: Tokens, found: Match) -> tuple[int
     """
     if found.lost not in ("", "unknown", "no_boundary"):
         return found.known, found.lost
-    graves = [g for g in cache.shelf.graves.along(root, tokens) if g.at > found.at]
+    graves = cache.shelf.graves.along(root, tokens, found.at)
     if graves:
         deepest = graves[-1]
         for grave in graves:  # any one of a chunk would have done

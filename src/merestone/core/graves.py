@@ -46,13 +46,12 @@ class Graves:
         if len(self._graves) > self._limit:
             self._remove(next(iter(self._graves)))
 
-    def along(self, root: Root, tokens: Tokens) -> list[Grave]:
-        """The graves on the way of ``tokens``, shallowest first."""
+    def along(self, root: Root, tokens: Tokens, above: int) -> list[Grave]:
+        """The graves on the way of ``tokens`` that lie above ``above``, shallowest first."""
         found, done = [], 0
         hashed = blake2b(digest_size=16)
-        for at in sorted(self._depths.get(root, ())):
-            if at > tokens.size:
-                break
+        depths = self._depths.get(root, ())
+        for at in sorted(depth for depth in depths if above < depth <= tokens.size):
             hashed.update(tokens[done:at].tobytes())
             done = at
             grave = self._graves.get((root, at, hashed.digest()))
