@@ -61,13 +61,28 @@ class EngineMachine(RuleBasedStateMachine):
         scored=st.sampled_from([None, None, None, 0]),
         marks=st.lists(st.integers(1, 60), max_size=3),
         ends=st.sampled_from([(), (3, 17, 31)]),
+        life=st.sampled_from([None, None, 0.02, 5.0]),
         n=st.sampled_from([1, 1, 1, 3]),
         cache=st.sampled_from([True, True, True, False]),
         salt=st.sampled_from(["", "", "x"]),
         priority=st.integers(0, 2),
     )
     def send(
-        self, head, cut, tail, outputs, stops, least, scored, marks, ends, n, cache, salt, priority
+        self,
+        head,
+        cut,
+        tail,
+        outputs,
+        stops,
+        least,
+        scored,
+        marks,
+        ends,
+        life,
+        n,
+        cache,
+        salt,
+        priority,
     ):
         limit = self.h.engine.info.context_limit
         tokens = (head[:cut] + tail)[: max(1, limit - outputs)]
@@ -94,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs=scored,
             boundaries=tuple((m, "mark") for m in marks),
             ends=tuple((token, "reasoning") for token in ends),
+            lives=tuple((m, life) for m in marks) if life else (),
         )
         self.sent[name] = (tokens, answer, n, reply)
 
