@@ -7,6 +7,8 @@ import random
 import pytest
 
 from engine.harness import Harness, Reply
+from engine.real import Real, tiny
+from engine.real import stream as real_stream
 from fake_device import oracle, small_spec
 from merestone.core.checkpoint import Kind
 from merestone.core.policy import _SPECIFIC
@@ -63,6 +65,19 @@ def test_aligned_leaves_no_state_off_the_grid_when_cut_off_or_preempted() -> Non
     assert first.ids() == oracle(stream(9, 2), 5)
     assert kept(h)
     assert all(at % 16 == 0 for at, _ in kept(h))
+
+
+def test_aligned_states_of_a_real_model_change_no_answer() -> None:
+    real = Real(tiny(), retention="aligned:64", token_budget=100)
+    assert real.engine.info.smallest_reusable == 64
+    prompt = real_stream(150, 3)
+    first = real.ask(prompt, 50)
+    assert real.check(prompt, first).cache.restored == 0
+    longer = prompt + tuple(first.ids()) + real_stream(9, 4)
+    assert real.check(longer, real.ask(longer, 6)).cache.restored == 192
+    exact = prompt[:128]
+    assert real.check(exact, real.ask(exact, 6)).cache.restored == 128
+    assert all(c.at % 64 == 0 == c.pages["open"][1].size for c in real.engine.cache.checkpoints())
 
 
 # -- junctions ----------------------------------------------------------------------------------

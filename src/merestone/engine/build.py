@@ -367,6 +367,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         eos_ids=facts.eos_ids,
         retention=str(retention),
         retention_reason=reason,
+        smallest_reusable=retention.grid or 1,
         speculation=options.speculate + ", rejection" * speculation_of(options).rejecting,
         pages=tuple((group.name, group.span) for group in facts.groups),
         dtype=facts.dtype,
