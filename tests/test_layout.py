@@ -82,3 +82,9 @@ def test_sizes() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
     long = {str(p.relative_to(SOURCE)): n for p, n in lengths.items() if n > 400}
     assert not long, long
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports them by their names alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})

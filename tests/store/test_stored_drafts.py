@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engine.real import stream
-from spec_models.test_engine import Drafting
+from spec_models.test_drafted_engine import Drafting
 
 
 def settle(engine: Drafting) -> None:
