@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from merestone.device.gpu_passes import Passes, bucket, contexts, ladder, reach_of
+from merestone.device.gpu_passes import Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import Key, Tables
 from merestone.layers.state import Field
@@ -24,25 +24,34 @@ from merestone.models.gpu_mtp import GpuMtp, Scratch
 from merestone.models.interface import CHUNK
 from merestone.ops.triton.attention import SPAN
 from merestone.ops.triton.judge import best
-from merestone.sched.plan import Work
+from merestone.sched.plan import SamplingParams, Work
 from merestone.spec.interface import DraftGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A slot after a step: rows [first, end) of it are to be observed; their next ids; the batch
-    row of position ``start`` in the step's hidden rows; and whether drafts are wanted."""
+    """A slot after the step of ``work``: rows [first, end) of it are to be observed; their next
+    ids, where the drafter needs them; the batch row of position ``start`` in what the step
+    computed; whether drafts are wanted. ``newest``: the id at position ``end``, if they are.
+    ``params`` and ``choice`` key the noise of what the target draws."""
 
-    slot: int
+    work: Work
     first: int
-    start: int
+    end: int
     row: int
     next_ids: tuple[int, ...]
     proposing: bool
+    newest: int
+    params: SamplingParams
+    choice: int
 
     @property
-    def end(self) -> int:
-        return self.first + len(self.next_ids)
+    def slot(self) -> int:
+        return self.work.slot
+
+    @property
+    def start(self) -> int:
+        return self.work.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,8 @@ class GpuMtpDrafter:
 
 class GpuDrafting:
     """Runs ``drafter`` for at most ``slots`` sequences."""
+
+    lag = 1
 
     def __init__(
         self,
@@ -112,12 +123,12 @@ class GpuDrafting:
             at = [w.slot * RING + (w.start - 1) % RING for w in works]
             self._before = self._rings().index_select(0, self._ints(at))
 
-    def held(self, hidden: Tensor) -> Tensor:
-        """A pass's hidden rows [N, D], as ``step`` needs them after other graphs have run."""
-        return hidden if self._before is None else hidden.clone()
+    def held(self, passed: Passed) -> Passed:
+        """A pass's rows, as ``step`` needs them after other graphs have run."""
+        return passed if self._before is None else Passed(passed.hidden.clone(), {})
 
-    def step(self, turns: Sequence[Turn], works: Sequence[Work], hidden: Tensor | None) -> None:
-        """Observe and propose. ``hidden`` are the ``held`` rows of the pass over ``works``."""
+    def step(self, turns: Sequence[Turn], works: Sequence[Work], passed: Passed | None) -> None:
+        """Observe and propose. ``passed``: what was ``held`` of the pass over ``works``."""
         turns = [turn for turn in turns if turn.next_ids]
         if not turns:
             return
@@ -139,9 +150,9 @@ class GpuDrafting:
             for turn in turns
             for p in range(turn.first, turn.end)
         ]
-        assert hidden is not None
+        assert passed is not None
         assert self._before is not None
-        sources = torch.cat([self._before, hidden]).index_select(0, self._ints(at))
+        sources = torch.cat([self._before, passed.hidden]).index_select(0, self._ints(at))
         self._compute(tables, buffer, sources, bool(self._waiting))
 
     def _decode(self, turns: Sequence[Turn], key: Key) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from merestone.core.orders import Order, PageDelta, SaveHidden
 from merestone.device.drafting import Drafting, Drawn
+from merestone.device.gpu_dflash import GpuDFlashDrafting
 from merestone.device.gpu_drafting import GpuDrafting, Turn
 from merestone.device.gpu_passes import Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
@@ -32,6 +33,9 @@ from merestone.ops.triton.pages import set_entries
 from merestone.sched.plan import Admit, StepPlan, StepResult, TokenLogprob, Work, WorkResult
 from merestone.spec.interface import Drafter
 
+OnDevice = GpuDrafting | GpuDFlashDrafting
+"""Drafting with kernels of its own."""
+
 LOGIT_ROWS = 64
 """Prompt rows whose logits exist at once."""
 
@@ -44,15 +48,15 @@ class GpuRunner:
         model: GpuModel,
         state: GpuState,
         passes: Passes,
-        drafter: Drafter | GpuDrafting | None = None,
+        drafter: Drafter | OnDevice | None = None,
     ) -> None:
         self.model, self.state, self.passes = model, state, passes
         self.arena = state.arena
         self.porter: Porter | None = None
         self.slots: dict[int, GpuSlot] = {}
-        self.drafter = drafter if isinstance(drafter, GpuDrafting) else None
+        self.drafter = drafter if isinstance(drafter, OnDevice) else None
         self.drafting: Drafting | None = None
-        if drafter is not None and not isinstance(drafter, GpuDrafting):
+        if drafter is not None and not isinstance(drafter, OnDevice):
             self.drafting = Drafting(drafter, state.arena, CHUNK)
         self._states = state.states()
         self._nothing = torch.zeros(1, dtype=torch.int32, device=state.device)
@@ -222,7 +226,7 @@ class GpuRunner:
     def _held(self, passed: Passed) -> Passed:
         """Rows as a drafter needs them, after other graphs have written where these lie."""
         if self.drafter is not None:
-            return Passed(self.drafter.held(passed.hidden), passed.features)
+            return self.drafter.held(passed)
         if self.drafting is None:
             return passed
         features = {layer: rows.clone() for layer, rows in passed.features.items()}
@@ -237,18 +241,20 @@ class GpuRunner:
     ) -> None:
         """Let the device's drafter see what the step committed, and propose."""
         assert self.drafter is not None
-        turns, row = [], 0
+        turns, row, lag = [], 0, self.drafter.lag
         for work, result in zip(works, results, strict=True):
             slot = self.slots[work.slot]
             if work.slot not in bad:
                 proposing = bool(result.tokens) and work.propose > 0
-                end = work.end + max(0, len(result.tokens) - 1) - (not proposing)
-                first = slot.observed if slot.observed >= 0 else max(0, work.start - 1)
-                ids = slot.ids(first + 1, end + 1)
-                turns.append(Turn(work.slot, first, work.start, row, ids, proposing))
+                end = work.end + max(0, len(result.tokens) - 1) - lag * (not proposing)
+                first = slot.observed if slot.observed >= 0 else max(0, work.start - lag)
+                ids = slot.ids(first + 1, end + 1) if lag else ()
+                newest = slot.ids(end, end + 1)[0] if proposing else 0
+                how = slot.params, slot.choice
+                turns.append(Turn(work, first, end, row, ids, proposing, newest, *how))
                 slot.observed = max(first, end)
             row += work.end + work.drafts - work.start if work.start < work.end else 0
-        self.drafter.step(turns, works, passed.hidden if passed else None)
+        self.drafter.step(turns, works, passed)
 
     def _draft(
         self,

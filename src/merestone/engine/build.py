@@ -154,11 +154,9 @@ def load_draft(
     """The drafter that ``options`` name, or a rank's share of it.
 
     Raises:
-        ValueError: it does not run on the device, or does not fit the model.
+        ValueError: it does not fit the model.
     """
     speculation = speculation_of(options)
-    if speculation.kind == "dflash" and world.device != "cpu":
-        raise ValueError("--speculate dflash: runs on --device cpu only")
     return load_drafter(speculation, options.draft, directory, model, options.load_format, world)
 
 

@@ -9,18 +9,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from merestone.device.gpu_dflash import GpuDFlashDrafter, GpuDFlashDrafting
 from merestone.device.gpu_drafting import GpuDrafting, GpuMtpDrafter
 from merestone.device.gpu_passes import MIXED, Passes
-from merestone.device.gpu_runner import GpuRunner
+from merestone.device.gpu_runner import GpuRunner, OnDevice
 from merestone.device.gpu_state import GpuState, current
 from merestone.device.layout import Layout, plan_layout
 from merestone.engine.build import CPU_MEMORY, EngineOptions, speculation_of
 from merestone.engine.facts import Facts
 from merestone.models.gpu import GpuModel, fields, on_gpu, slot_fields
+from merestone.models.gpu_dflash import GpuDFlash
 from merestone.models.gpu_mtp import GpuMtp
 from merestone.models.interface import CHUNK, Model
+from merestone.spec.dflash import DFlashDrafter
 from merestone.spec.interface import Drafter
 from merestone.spec.mtp import MtpDrafter
+
+Placed = GpuMtpDrafter | GpuDFlashDrafter
+"""Drafters whose weights are on a device."""
 
 MARGIN = 1 << 30
 """Bytes that are left to the driver, to libraries and to fragmentation."""
@@ -65,19 +71,30 @@ def build_gpu_rank(
     Raises:
         ValueError: a family or a drafter without GPU layers; memory that does not suffice.
     """
-    if drafter is not None and not isinstance(drafter, MtpDrafter):
-        raise ValueError(f"--speculate {options.speculate} does not go with --device {device} yet")
     if drafter is not None and speculation_of(options).rejecting:
         raise ValueError(f"--accept rejection does not go with --device {device} yet")
     with current(device):
         try:
             placed = on_gpu(model, device)
-            drafting = mtp_on_gpu(drafter, device) if drafter else None
+            drafting = draft_on_gpu(drafter, device) if drafter else None
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"--device {device}: the weights do not fit: {_first(error)}"
             ) from error
         return gpu_rank(placed, options, device, drafting)
+
+
+def draft_on_gpu(drafter: Drafter, device: str) -> Placed:
+    """``drafter`` with its weights on ``device``, taken away from it.
+
+    Raises:
+        ValueError: a drafter without GPU layers.
+    """
+    if isinstance(drafter, MtpDrafter):
+        return mtp_on_gpu(drafter, device)
+    if isinstance(drafter, DFlashDrafter):
+        return GpuDFlashDrafter(GpuDFlash(drafter.draft, device), drafter.groups)
+    raise ValueError(f"--device {device}: a {type(drafter).__name__} drafts on the CPU only")
 
 
 def mtp_on_gpu(drafter: MtpDrafter, device: str) -> GpuMtpDrafter:
@@ -91,7 +108,7 @@ def gpu_rank(
     placed: GpuModel,
     options: EngineOptions,
     device: str,
-    drafter: Drafter | GpuMtpDrafter | None = None,
+    drafter: Drafter | Placed | None = None,
 ) -> tuple[GpuRunner, Facts]:
     """Layout, arena, slots and runner around a model that is on ``device``. Raises ValueError."""
     info = placed.info
@@ -115,10 +132,13 @@ def gpu_rank(
     longest = min(info.max_length, frames * full)
     state = rank.state(frames, longest, options.poison)
     passes = rank.passes(state, graphs)
-    drafting: Drafter | GpuDrafting | None
+    drafting: Drafter | OnDevice | None
     count = passes.capture_all(options.token_budget, longest)
     if isinstance(drafter, GpuMtpDrafter):
         drafting = GpuDrafting(drafter, placed, state, passes, options.max_running)
+        count += drafting.capture_all(longest)
+    elif isinstance(drafter, GpuDFlashDrafter):
+        drafting = GpuDFlashDrafting(drafter, placed, state, passes, options.max_running)
         count += drafting.capture_all(longest)
     else:
         drafting = drafter
@@ -150,7 +170,7 @@ class _Rank:
     layout: Layout
     options: EngineOptions
     device: str
-    drafter: Drafter | GpuMtpDrafter | None
+    drafter: Drafter | Placed | None
 
     def state(self, frames: int, longest: int, poison: bool = False) -> GpuState:
         """An arena and slots; ``longest``: tokens that may lie in it."""

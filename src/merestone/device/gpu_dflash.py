@@ -1,0 +1,263 @@
+"""Drafting on a GPU with a DFlash draft: after a step's tokens are drawn, observe and propose.
+
+Knows rows, slots and the draft. Must not know how drafts are verified. The features of a decoding
+step are kept in a memory of their own, so that their observation and the blocks replay as one CUDA
+graph; those of a prefill are observed before it. The host fetches the drafts at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from merestone.device.gpu_drafting import Turn
+from merestone.device.gpu_passes import MIXED, Passed, Passes, bucket, contexts, ladder, reach_of
+from merestone.device.gpu_state import GpuState
+from merestone.device.gpu_tables import Ints
+from merestone.layers.state import Field
+from merestone.models.dflash import GROUP
+from merestone.models.gpu import GpuModel
+from merestone.models.gpu_dflash import GpuDFlash, Kept, Stands
+from merestone.ops.triton.follow import Noise
+from merestone.sched.plan import Work
+from merestone.spec.interface import DraftGroup
+
+_GRID = 4
+"""Tables start at multiples of so many entries: 16 bytes."""
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDFlashDrafter:
+    """A DFlash draft on a device as a drafter: what a :class:`merestone.spec.interface.Drafter`
+    says of itself, without its calls."""
+
+    draft: GpuDFlash
+    groups: tuple[DraftGroup, ...]
+    lag: int = 0
+
+    @property
+    def depth(self) -> int:
+        return self.draft.config.block - 1
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self.draft.config.taps
+
+    def fields(self) -> tuple[Field, ...]:
+        return self.draft.fields()
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """The size of a turn: ``sequences`` without that of padding, and ``longest``, a bound of
+    positions."""
+
+    sequences: int
+    longest: int
+
+
+class _Tables:
+    """The tables of one key in a buffer of int32: rows that are observed, at most ``each`` a
+    sequence, their sequences (and one of padding), and the blocks."""
+
+    def __init__(self, key: _Key, each: int, reach: int | None) -> None:
+        self._reach = reach
+        s = self.sequences = key.sequences
+        self.key, self.rows = key, s * each
+        rows, blocks = ("source", "sequence", "position"), ("own", "at", "token", "choice", "heat")
+        sizes = dict.fromkeys(rows, self.rows) | {"slot": s + 1, "floor": s + 1}
+        sizes |= dict.fromkeys(blocks, s) | {"seed": 2 * s}
+        self._places: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            self._places[name] = self.size, size
+            self.size += -(-size // _GRID) * _GRID
+
+    def fill(self, host: Ints, turns: Sequence[Turn], asking: Sequence[Turn], padding: int) -> None:
+        """Write the tables of ``turns``, whose rows are all observed, and of the blocks that some
+        are ``asking`` for."""
+        t = {name: host[at : at + size] for name, (at, size) in self._places.items()}
+        for part in t.values():
+            part[:] = 0
+        t["slot"][:] = t["own"][:] = padding
+        # What is not used: a row of padding's own sequence, into its own frame.
+        t["sequence"][:] = self.sequences
+        used = 0
+        for i, turn in enumerate(turns):
+            count = turn.end - turn.first
+            rows, first = slice(used, used + count), turn.row + turn.first - turn.start
+            t["source"][rows] = np.arange(first, first + count)
+            t["position"][rows] = np.arange(turn.first, turn.end)
+            t["sequence"][rows] = i
+            t["slot"][i], t["floor"][i] = turn.slot, floor_of(turn.work.advance, self._reach)
+            used += count
+        heats, seeds = t["heat"].view(np.float32), t["seed"].view(np.int64)
+        for i, turn in enumerate(asking):
+            t["own"][i], t["at"][i], t["token"][i] = turn.slot, turn.end, turn.newest
+            t["choice"][i], heats[i] = turn.choice, turn.params.temperature
+            word = turn.params.seed % _WORD
+            seeds[i] = word - _WORD if word >= _WORD // 2 else word
+
+    def parts(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tables in ``buffer`` [size], on the device."""
+        return {name: buffer[at : at + size] for name, (at, size) in self._places.items()}
+
+
+def floor_of(advance: int, reach: int | None) -> int:
+    """Below the window of an anchor no boundary to come has pages."""
+    return 0 if reach is None else max(advance - reach, 0)
+
+
+class GpuDFlashDrafting:
+    """Runs ``drafter`` for at most ``slots`` sequences."""
+
+    lag = 0
+
+    def __init__(
+        self,
+        drafter: GpuDFlashDrafter,
+        model: GpuModel,
+        state: GpuState,
+        passes: Passes,
+        slots: int,
+    ) -> None:
+        config = drafter.draft.config
+        self.depth = drafter.depth
+        self._draft, self._model, self._state, self._passes = drafter.draft, model, state, passes
+        self._config, self._slots = config, slots
+        self._reach = config.context
+        self._within = torch.arange(config.block, dtype=torch.int32, device=state.device)
+        self._ids = torch.zeros(slots, self.depth, dtype=torch.int32, device=state.device)
+        info = model.info
+        # Graphs have at most so many rows; what they leave, the next one writes over.
+        rows = max(MIXED[-1] if passes.graphs else 0, slots * config.block)
+        self._features = torch.zeros(
+            rows, len(config.taps) * info.hidden_size, dtype=info.dtype, device=state.device
+        )
+        self._graphs: dict[_Key, tuple[_Tables, torch.cuda.CUDAGraph]] = {}
+        self._waiting: list[int] = []
+        size = _Tables(_Key(slots, 0), config.block, self._reach).size
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=state.device != "cpu")
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
+
+    # -- the host's side ------------------------------------------------------------------------
+
+    def fetch(self) -> dict[int, list[int]]:
+        """The drafts that the last step proposed, by slot."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return {}
+        return dict(zip(waiting, self._ids[: len(waiting)].tolist(), strict=True))
+
+    def keep(self, works: Sequence[Work]) -> None:
+        """Before a pass: nothing of what came before it is needed."""
+
+    def held(self, passed: Passed) -> Passed:
+        """A pass's features, as ``step`` needs them after other graphs have run. Those of a pass
+        that is too large for a graph stay where they are."""
+        count = passed.hidden.shape[0]
+        if count > self._features.shape[0]:
+            return passed
+        kept = {}
+        for i, layer in enumerate(self._config.taps):
+            rows = passed.features[layer]
+            own = self._features[:count, i * rows.shape[1] : (i + 1) * rows.shape[1]]
+            kept[layer] = own.copy_(rows)
+        return Passed(passed.hidden, kept)
+
+    def step(self, turns: Sequence[Turn], works: Sequence[Work], passed: Passed | None) -> None:
+        """Observe and propose. ``passed``: what was ``held`` of the pass over ``works``."""
+        fits = passed is None or passed.hidden.shape[0] <= self._features.shape[0]
+        short = []
+        for turn in turns:
+            if fits and turn.end - turn.first <= self._config.block:
+                short += [turn] if turn.first < turn.end else []
+            elif passed is not None:
+                self._observe_long(turn, passed)
+        asking = [turn for turn in turns if turn.proposing]
+        self._waiting = [turn.slot for turn in asking]
+        if short or asking:
+            self._decode(short, asking)
+
+    def _observe_long(self, turn: Turn, passed: Passed) -> None:
+        """Observe the rows of one turn by themselves, a block at a time."""
+        first = max(turn.first, floor_of(turn.work.advance, self._reach))
+        for at in range(first, turn.end, MIXED[-1]):
+            count = min(turn.end - at, MIXED[-1])
+            row = turn.row + at - turn.start
+            taps = [passed.features[layer][row : row + count] for layer in self._config.taps]
+            device = self._state.device
+            zeros = torch.zeros(count, dtype=torch.int32, device=device)
+            positions = torch.arange(at, at + count, dtype=torch.int32, device=device)
+            tables = self._state.tables[GROUP][turn.slot : turn.slot + 1]
+            kept = Kept(zeros, positions, tables, zeros[:1])
+            self._draft.keep(torch.cat(taps, 1), kept, self._state)
+
+    def _decode(self, turns: Sequence[Turn], asking: Sequence[Turn]) -> None:
+        longest = max(turn.end for turn in (*turns, *asking))
+        key = self._key_of(max(len(turns), len(asking)), longest)
+        if self._passes.graphs and key not in self._graphs:
+            self._capture(key)
+        graphed = self._graphs.get(key)
+        tables = graphed[0] if graphed else _Tables(key, self._config.block, self._reach)
+        self._fill(tables, turns, asking)
+        if graphed:
+            graphed[1].replay()
+        else:
+            self._compute(tables)
+
+    def _key_of(self, sequences: int, longest: int) -> _Key:
+        size = bucket(sequences, ladder(self._slots))
+        assert size is not None, (sequences, self._slots)
+        # With a window the length of a context changes nothing.
+        return _Key(size, reach_of(longest) if self._reach is None else self._reach)
+
+    def _fill(self, tables: _Tables, turns: Sequence[Turn], asking: Sequence[Turn]) -> None:
+        host: Ints = self._host.numpy()[: tables.size]
+        tables.fill(host, turns, asking, self._state.padding_slot)
+        self._buffer[: tables.size].copy_(self._host[: tables.size], non_blocking=True)
+
+    def capture_all(self, longest: int) -> int:
+        """Capture every graph for contexts of up to ``longest`` tokens, at start-up; returns how
+        many."""
+        if self._passes.graphs:
+            for sees in reversed(contexts(longest)):
+                for size in reversed(ladder(self._slots)):
+                    key = self._key_of(size, sees)
+                    if key not in self._graphs:
+                        self._capture(key)
+        return len(self._graphs)
+
+    # -- the device's side ----------------------------------------------------------------------
+
+    def _compute(self, tables: _Tables) -> Tensor:
+        """Observe the short rows, and propose."""
+        t = tables.parts(self._buffer)
+        pages, state, config = self._state.tables[GROUP], self._state, self._config
+        kept = Kept(t["sequence"], t["position"], pages.index_select(0, t["slot"]), t["floor"])
+        self._draft.keep(self._features.index_select(0, t["source"]), kept, state)
+        count = tables.sequences
+        ids = t["token"][:, None].expand(-1, config.block).clone()
+        ids[:, 1:] = config.mask_id
+        rows = (t["at"][:, None] + self._within).flatten()
+        stands = Stands(t["at"], pages.index_select(0, t["own"]), rows, tables.key.longest)
+        hidden = self._draft.forward(self._model.embed(ids.flatten()), stands, state)
+        hidden = hidden.view(count, config.block, -1)[:, 1:].flatten(0, 1)
+        noise = Noise(
+            t["seed"].view(torch.int64), t["at"], t["choice"], t["heat"].view(torch.float32)
+        )
+        out = self._ids[:count]
+        self._draft.choose(hidden, self._model.logits(hidden), t["token"], noise, out)
+        return out
+
+    def _capture(self, key: _Key) -> None:
+        # Padding alone, as in a pass of the target.
+        tables = _Tables(key, self._config.block, self._reach)
+        self._fill(tables, (), ())
+        graph, _ = self._passes.capture(lambda: self._compute(tables), f"drafting {key}")
+        self._graphs[key] = tables, graph

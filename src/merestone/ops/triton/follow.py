@@ -1,0 +1,142 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Choosing the tokens of a proposal on the device: among candidates, each given the one before it,
+and with the noise that the target will add.
+
+Knows scores and the keys of noise. Must not know drafters. Definitions:
+:meth:`merestone.spec.dflash.DFlashDrafter._choose` and, for the noise, `merestone.ops.triton.draw`,
+without cuts: a draft outside of them is merely rejected.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from merestone.ops.triton.draw import _exponential
+from merestone.ops.triton.launch import aligned, blocks, power_of_two
+
+_BLOCK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The keys of the noise of S sequences, on the device: ``seeds`` [S] int64; ``positions`` [S]
+    int32 of the newest tokens, the first draft being for the next; ``choices`` [S] int32;
+    ``temperatures`` [S] fp32, 0 for none."""
+
+    seeds: Tensor
+    positions: Tensor
+    choices: Tensor
+    temperatures: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.seeds.dtype == torch.int64
+        assert self.positions.dtype == self.choices.dtype == torch.int32
+        assert self.temperatures.dtype == torch.float32
+
+
+@triton.jit
+def _noisy(score, column, seed, position, choice, temperature):
+    """A score as it is compared: divided by the temperature, with noise, if there is one."""
+    noise = -tl.log(_exponential(seed, column, position, choice))
+    return tl.where(temperature > 0.0, score / tl.maximum(temperature, 1e-30) + noise, score)
+
+
+@triton.jit
+def _follow(
+    logits, candidates, projected, before, after, newest, seeds, positions, choices, temperatures,
+    out, logits_row, VOCAB,
+    DEPTH: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (sequences)."""
+    sequence = tl.program_id(0).to(tl.int64)
+    token = tl.load(newest + sequence).to(tl.int64)
+    seed, choice = tl.load(seeds + sequence), tl.load(choices + sequence)
+    position, temperature = tl.load(positions + sequence), tl.load(temperatures + sequence)
+    i, k = tl.arange(0, PADDED), tl.arange(0, WIDE)
+    for place in range(DEPTH):
+        row = sequence * DEPTH + place
+        # Of logits that are no numbers any id will do for a draft.
+        id = tl.maximum(tl.load(candidates + row * COUNT + i, mask=i < COUNT, other=0), 0)
+        score = tl.load(logits + row * logits_row + id)
+        left = tl.load(before + token * RANK + k, mask=k < RANK, other=0.0).to(tl.float32)
+        left *= tl.load(projected + row * RANK + k, mask=k < RANK, other=0.0).to(tl.float32)
+        at = id.to(tl.int64)[:, None] * RANK + k[None, :]
+        right = tl.load(after + at, mask=(k < RANK)[None, :], other=0.0).to(tl.float32)
+        score += tl.sum(right * left[None, :], 1)
+        score = _noisy(score, id, seed, position + place + 1, choice, temperature)
+        score = tl.where(i < COUNT, score, float("-inf"))
+        best = tl.min(tl.where(score == tl.max(score, 0), id, VOCAB - 1), 0)
+        tl.store(out + row, best)
+        token = best.to(tl.int64)
+
+
+def follow(
+    logits: Tensor,
+    candidates: Tensor,
+    projected: Tensor,
+    codebooks: tuple[Tensor, Tensor],
+    newest: Tensor,
+    noise: Noise,
+    out: Tensor,
+) -> None:
+    """The ids of S proposals into ``out`` [S, depth] int32.
+
+    logits [S depth, V] fp32; candidates [S depth, C] int32, ascending; projected [S depth, rank];
+    codebooks: of the token before and of the one after, [V, rank]; newest [S] int32.
+    """
+    count, depth = out.shape
+    rank = projected.shape[1]
+    assert logits.shape[0] == candidates.shape[0] == projected.shape[0] == count * depth
+    assert newest.shape == (count,)
+    assert candidates.dtype == newest.dtype == out.dtype == torch.int32
+    for tensor in (candidates, projected, out, *codebooks):
+        assert tensor.is_contiguous()
+    aligned(logits)
+    if count:
+        chosen = candidates.shape[1]
+        _follow[(count,)](
+            logits, candidates, projected, *codebooks, newest, noise.seeds, noise.positions,
+            noise.choices, noise.temperatures, out, logits.stride(0), logits.shape[1],
+            DEPTH=depth, COUNT=chosen, PADDED=power_of_two(chosen), RANK=rank,
+            WIDE=power_of_two(rank), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first"])
+def _add_noise(
+    logits, seeds, positions, choices, temperatures, logits_row, first,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence = row // DEPTH
+    temperature = tl.load(temperatures + sequence)
+    if temperature > 0.0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        at = logits + row * logits_row + column
+        position = tl.load(positions + sequence) + first + (row % DEPTH).to(tl.int32)
+        seed, choice = tl.load(seeds + sequence), tl.load(choices + sequence)
+        score = tl.load(at, mask=column < WIDTH, other=0.0)
+        score = _noisy(score, column, seed, position, choice, temperature)
+        tl.store(at, score, mask=column < WIDTH)
+
+
+def add_noise(logits: Tensor, noise: Noise, depth: int, first: int = 1) -> None:
+    """Turn logits [S depth, V] fp32 into scores whose best ids the target will draw, in place: a
+    sequence's rows are for the positions from its newest plus ``first`` on. A temperature of 0
+    leaves logits as they are."""
+    rows, width = logits.shape
+    assert rows == noise.seeds.shape[0] * depth, (rows, depth)
+    assert logits.dtype == torch.float32
+    aligned(logits)
+    if rows:
+        block = min(_BLOCK, power_of_two(width))
+        _add_noise[(rows, blocks(width, block))](
+            logits, noise.seeds, noise.positions, noise.choices, noise.temperatures,
+            logits.stride(0), first,
+            DEPTH=depth, WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
