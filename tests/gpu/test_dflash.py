@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.real import stream
 from gpu.machine import BUNDLED, DEVICE, GpuReal
-from gpu.test_drafts import answer
+from gpu.test_speculation import Noted, answer
 from gpu.test_thin import SPARSE
 from layers.test_glm5_next import build as build_target
 from merestone.device.gpu_dflash import GpuDFlashDrafter
@@ -29,15 +29,33 @@ from merestone.spec.build import load_drafter, parse_speculation
 from merestone.spec.dflash import DFlashDrafter
 from spec_models.drafting import PAGE, Pages, Text, step
 from spec_models.targets import DRAFT, RandomDraft
-from spec_models.test_dflash import VOCAB, Random, text
+from spec_models.test_dflash import Random, text
 
-TWO = dataclasses.replace(DRAFT, windows=(32, 24), num_layers=2)
+TWO = dataclasses.replace(DRAFT, windows=(32, 24), block=4)
 CASES = {
     "v2": TWO,
     "v1": dataclasses.replace(TWO, selector=None, logit_scale=0.5),
     "one-full-layer": dataclasses.replace(TWO, windows=(32, None)),
 }
-TAPS = len(DRAFT.taps)
+SMALL = DFlashConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=32,
+    rms_eps=1e-5,
+    rope_theta=10000.0,
+    windows=(6,),
+    block=3,
+    mask_id=63,
+    taps=(0, 1),
+    target_layers=2,
+    embedding_scale=1.0,
+    logit_scale=1.0,
+    selector=SelectorConfig(conv_kernel=2, conv_group=16, selector_rank=8, selector_topk=4),
+)
 
 
 class Memory:
@@ -123,7 +141,7 @@ def test_the_cpus_proposals_in_any_company(case: str, dtype: torch.dtype) -> Non
     """Observed in pieces, drafted for among others: the bits of a sequence that is alone. In fp32
     the ids are the CPU drafter's."""
     two = both(case, dtype)
-    ends = [1, 31, 33, 64]
+    ends = [1, 33, 50]
     texts = [text(end, seed, dtype) for seed, end in enumerate(ends)]
     together, proposals, hidden = Memory(two.draft, len(ends)), [], []
     for i, (source, end) in enumerate(zip(texts, ends, strict=True)):
@@ -132,13 +150,104 @@ def test_the_cpus_proposals_in_any_company(case: str, dtype: torch.dtype) -> Non
         ids, rows = two.propose(alone, [0], [source], [end])
         proposals += ids
         hidden.append(rows)
-        for first in range(0, end, 13):
-            two.keep(together, i, source, first, min(first + 13, end))
-    order = [2, 0, 3, 1]
-    ids, rows = two.propose(
-        together, order, [texts[i] for i in order], [ends[i] for i in order]
-    )
+        for first in range(0, end, 31):
+            two.keep(together, i, source, first, min(first + 31, end))
+    order = [2, 0, 1]
+    ids, rows = two.propose(together, order, [texts[i] for i in order], [ends[i] for i in order])
     assert ids == [proposals[i] for i in order]
     assert torch.equal(rows, torch.cat([hidden[i] for i in order]))
     if dtype == torch.float32:
         assert proposals == [two.alone(*both_) for both_ in zip(texts, ends, strict=True)]
+
+
+Parts = tuple[GpuModel, GpuDFlashDrafter]
+
+
+@cache
+def small() -> Parts:
+    """A random target of two layers, and a random draft for it."""
+    target = build_target(SPARSE)
+    drafter = DFlashDrafter(DFlash(SMALL, RandomDraft(), torch.float32, 2), target)
+    return on_gpu(target, DEVICE), placed(drafter)
+
+
+@cache
+def bundled(dtype: torch.dtype) -> Parts:
+    model = load_model(BUNDLED, dtype)
+    drafter = load_drafter(parse_speculation("dflash"), None, BUNDLED, model)
+    return on_gpu(model, DEVICE), placed(drafter)
+
+
+def placed(drafter) -> GpuDFlashDrafter:
+    found = draft_on_gpu(drafter, DEVICE)
+    assert isinstance(found, GpuDFlashDrafter)
+    return found
+
+
+def test_a_thin_thread() -> None:
+    """Cold, then restored: the answer of an engine without drafts, and no other proposals."""
+    parts = small()
+    ids = tuple(t % 64 for t in stream(9, 3))
+    options = {"frames": 300, "max_running": 1, "token_budget": 64}
+    expected = answer(GpuReal(parts[0], **options).ask(ids, 3))
+    real = Noted(*parts, **options)
+    assert answer(real.ask(ids, 3)) == expected
+    made = len(real.made)
+    assert made >= 1
+    again = real.ask(ids, 3)
+    assert again.restored == 9
+    assert answer(again) == expected
+    assert len(real.made) == made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ladder_of_replays(dtype: torch.dtype, graphs: bool) -> None:
+    """Prompts shorter and longer than the draft's window of 512, together and then restored."""
+    options = {"frames": 4000, "max_running": 4, "token_budget": 512, "graphs": graphs}
+    real = Noted(*bundled(dtype), **options)
+    prompts = [stream(n, 3 + n) for n in (1, 2, 63, 64, 65, 129, 511, 513, 700, 1400)]
+    replies = [real.send(prompt, 40) for prompt in prompts]
+    real.drain()
+    for prompt, reply in zip(prompts, replies, strict=True):
+        real.check(prompt, reply)
+    made = len(real.made)
+    for prompt, reply in zip(prompts, replies, strict=True):
+        again = real.ask(prompt, 40)
+        assert again.restored == len(prompt)
+        assert answer(again) == answer(reply)
+    assert len(real.made) == made
+
+
+@pytest.mark.gpu
+def test_graphs_propose_what_launches_do() -> None:
+    made = []
+    for graphs in (False, True):
+        options = {"frames": 2000, "max_running": 4, "token_budget": 512, "graphs": graphs}
+        real = Noted(*bundled(torch.bfloat16), **options)
+        for n in (5, 200, 600):
+            real.send(stream(n, n), 30)
+        real.drain()
+        made.append(real.made)
+    assert made[0] == made[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_conversation_and_sampling(graphs: bool) -> None:
+    parts = bundled(torch.bfloat16)
+    options = {"frames": 4000, "max_running": 4, "token_budget": 256, "graphs": graphs}
+    real, plain = Noted(*parts, **options), GpuReal(parts[0], **options)
+    prompt = stream(300, 1)
+    reply = real.ask(prompt, 30, boundaries=((100, "instruction"), (222, "turn")))
+    real.check(prompt, reply)
+    following = (*prompt, *reply.ids(), *stream(40, 2))
+    second = real.ask(following, 30)
+    assert second.restored == 329
+    real.check(following, second)
+    for seed, temperature in enumerate((0.7, 1.3)):
+        params = SamplingParams(temperature=temperature, top_p=0.9, seed=seed, logprobs=2)
+        answers = [engine.ask(prompt, 20, params=params, n=2) for engine in (real, plain)]
+        for choice in range(2):
+            assert answer(answers[0], choice) == answer(answers[1], choice)

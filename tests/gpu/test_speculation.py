@@ -44,14 +44,13 @@ def bundled(dtype: torch.dtype) -> Parts:
     return on_gpu(load_model(BUNDLED, dtype), DEVICE), GpuMtp(layer, DEVICE)
 
 
-class Drafting(GpuReal):
-    """An engine with a drafter, which writes down what was proposed: by slot's text and place."""
+class Noted(GpuReal):
+    """An engine with a drafter, which writes down what was proposed: by a slot's text, and the
+    keys of its noise."""
 
-    def __init__(self, parts: Parts, depth: int, **options):
-        model, layer = parts
-        groups = (DraftGroup(GROUP, multiple=model.pool, dealt=True),)
-        super().__init__(model, GpuMtpDrafter(layer, depth, groups), **options)
-        self.made: dict[tuple[int, ...], list[int]] = {}
+    def __init__(self, model: GpuModel, drafter, **options):
+        super().__init__(model, drafter, **options)
+        self.made: dict[tuple, list[int]] = {}
         runner = self.engine.device
         fetch = runner.drafter.fetch
 
@@ -60,10 +59,20 @@ class Drafting(GpuReal):
             for number, drafts in found.items():
                 slot = runner.slots[number]
                 text = slot.ids(0, len(slot.tokens) + len(slot.output))
-                assert self.made.setdefault(text, drafts) == drafts
+                key = text, slot.params.temperature, slot.params.seed, slot.choice
+                assert self.made.setdefault(key, drafts) == drafts
             return found
 
         runner.drafter.fetch = noted
+
+
+class Drafting(Noted):
+    """With the MTP layer, ``depth`` passes of it."""
+
+    def __init__(self, parts: Parts, depth: int, **options):
+        model, layer = parts
+        groups = (DraftGroup(GROUP, multiple=model.pool, dealt=True),)
+        super().__init__(model, GpuMtpDrafter(layer, depth, groups), **options)
 
 
 def answer(reply, choice: int = 0) -> list:

@@ -9,9 +9,11 @@ import torch
 
 from merestone.core.geometry import GroupSpec
 from merestone.ops.triton.attention import Keys, attend, items
+from merestone.ops.triton.block import Context, attend_block, convolve
 from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.draw import draw, draws
+from merestone.ops.triton.follow import Noise, add_noise, follow
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave, mean
@@ -34,6 +36,7 @@ from merestone.ops.triton.pages import (
     write_rows,
     write_tail,
 )
+from merestone.ops.triton.rotary import norm_rotate
 from merestone.ops.triton.rows import Cells, Sequences
 from merestone.ops.triton.tokens import select_own
 from merestone.sched.plan import SamplingParams
@@ -214,3 +217,31 @@ def judgements(rows: int) -> None:
     cells = Cells(torch.empty(2, 1 << 19), torch.zeros(64, 2, dtype=torch.int64))
     bad_anchors(cells, 128 * 128, one[:, None].repeat(1, 74), one)
     draw(logits, draws([(0, SamplingParams(temperature=1.0), 0, 0)] * rows, 154880))
+
+
+@launch
+def drafts(rows: int) -> None:
+    """As many blocks of DFlash2 as there are rows."""
+    bf16, size, vocab = torch.bfloat16, 8, 154880
+    x, one = torch.empty(rows * size, 6144, dtype=bf16), torch.zeros(rows, dtype=torch.int32)
+    q, keys, values = torch.split(x, [4096, 1024, 1024], 1)
+    tables = torch.empty(2, 2, 2048, 64)
+    positions = one.repeat_interleave(size)
+    q = norm_rotate(q, torch.empty(128, dtype=bf16), 1e-5, (tables[0], tables[1]), positions)
+    keys = norm_rotate(keys, torch.empty(128, dtype=bf16), 1e-5, (tables[0], tables[1]), positions)
+    pages = torch.empty(2, 64, 8, 128, dtype=bf16)
+    for reach, window in ((2047, 2048), (None, None)):
+        context = Context(one, size, pages, pages, one[:, None], reach, window, 4096)
+        split = reach is not None
+        attend_block(q.view(-1, 32, 128), keys, values, context, 0.1, split=split)
+    dynamic = torch.empty(rows * size, 1024, dtype=bf16)
+    for side in (0, 1):
+        convolve(q, dynamic, torch.empty(2, 2, 4096), side, size)
+    noise = Noise(one.long(), one, one, one.float())
+    logits = torch.empty(rows * (size - 1), vocab)
+    book = torch.empty(vocab, 256, dtype=bf16)
+    candidates = torch.zeros(rows * (size - 1), 16, dtype=torch.int32)
+    projected = torch.empty(rows * (size - 1), 256, dtype=bf16)
+    out = torch.zeros(rows, size - 1, dtype=torch.int32)
+    follow(logits, candidates, projected, (book, book), one, noise, out)
+    add_noise(logits, noise, size - 1)

@@ -14,21 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from merestone.device.gpu_drafting import Turn
 from merestone.device.gpu_passes import MIXED, Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import GpuState
 from merestone.device.gpu_tables import Ints
+from merestone.device.gpu_turn import Parts, Turn, fill_noise, noise_of, noise_sizes
 from merestone.layers.state import Field
 from merestone.models.dflash import GROUP
 from merestone.models.gpu import GpuModel
 from merestone.models.gpu_dflash import GpuDFlash, Kept, Stands
-from merestone.ops.triton.follow import Noise
 from merestone.sched.plan import Work
 from merestone.spec.interface import DraftGroup
-
-_GRID = 4
-"""Tables start at multiples of so many entries: 16 bytes."""
-_WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +57,21 @@ class _Key:
 
 
 class _Tables:
-    """The tables of one key in a buffer of int32: rows that are observed, at most ``each`` a
-    sequence, their sequences (and one of padding), and the blocks."""
+    """The tables of one key: rows that are observed, at most ``each`` a sequence, their sequences
+    (and one of padding), and the blocks."""
 
     def __init__(self, key: _Key, each: int, reach: int | None) -> None:
-        self._reach = reach
+        self.key, self._reach = key, reach
         s = self.sequences = key.sequences
-        self.key, self.rows = key, s * each
-        rows, blocks = ("source", "sequence", "position"), ("own", "at", "token", "choice", "heat")
-        sizes = dict.fromkeys(rows, self.rows) | {"slot": s + 1, "floor": s + 1}
-        sizes |= dict.fromkeys(blocks, s) | {"seed": 2 * s}
-        self._places: dict[str, tuple[int, int]] = {}
-        self.size = 0
-        for name, size in sizes.items():
-            self._places[name] = self.size, size
-            self.size += -(-size // _GRID) * _GRID
+        sizes = dict.fromkeys(("source", "sequence", "position"), s * each)
+        sizes |= {"slot": s + 1, "floor": s + 1, "own": s, "token": s}
+        self.parts = Parts(sizes | noise_sizes(s))
+        self.size = self.parts.size
 
     def fill(self, host: Ints, turns: Sequence[Turn], asking: Sequence[Turn], padding: int) -> None:
         """Write the tables of ``turns``, whose rows are all observed, and of the blocks that some
         are ``asking`` for."""
-        t = {name: host[at : at + size] for name, (at, size) in self._places.items()}
-        for part in t.values():
-            part[:] = 0
+        t = self.parts.on_host(host)
         t["slot"][:] = t["own"][:] = padding
         # What is not used: a row of padding's own sequence, into its own frame.
         t["sequence"][:] = self.sequences
@@ -96,16 +84,9 @@ class _Tables:
             t["sequence"][rows] = i
             t["slot"][i], t["floor"][i] = turn.slot, floor_of(turn.work.advance, self._reach)
             used += count
-        heats, seeds = t["heat"].view(np.float32), t["seed"].view(np.int64)
+        fill_noise(t, asking)
         for i, turn in enumerate(asking):
-            t["own"][i], t["at"][i], t["token"][i] = turn.slot, turn.end, turn.newest
-            t["choice"][i], heats[i] = turn.choice, turn.params.temperature
-            word = turn.params.seed % _WORD
-            seeds[i] = word - _WORD if word >= _WORD // 2 else word
-
-    def parts(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tables in ``buffer`` [size], on the device."""
-        return {name: buffer[at : at + size] for name, (at, size) in self._places.items()}
+            t["own"][i], t["token"][i] = turn.slot, turn.newest
 
 
 def floor_of(advance: int, reach: int | None) -> int:
@@ -237,7 +218,7 @@ class GpuDFlashDrafting:
 
     def _compute(self, tables: _Tables) -> Tensor:
         """Observe the short rows, and propose."""
-        t = tables.parts(self._buffer)
+        t = tables.parts.on_device(self._buffer)
         pages, state, config = self._state.tables[GROUP], self._state, self._config
         kept = Kept(t["sequence"], t["position"], pages.index_select(0, t["slot"]), t["floor"])
         self._draft.keep(self._features.index_select(0, t["source"]), kept, state)
@@ -248,11 +229,8 @@ class GpuDFlashDrafting:
         stands = Stands(t["at"], pages.index_select(0, t["own"]), rows, tables.key.longest)
         hidden = self._draft.forward(self._model.embed(ids.flatten()), stands, state)
         hidden = hidden.view(count, config.block, -1)[:, 1:].flatten(0, 1)
-        noise = Noise(
-            t["seed"].view(torch.int64), t["at"], t["choice"], t["heat"].view(torch.float32)
-        )
         out = self._ids[:count]
-        self._draft.choose(hidden, self._model.logits(hidden), t["token"], noise, out)
+        self._draft.choose(hidden, self._model.logits(hidden), t["token"], noise_of(t), out)
         return out
 
     def _capture(self, key: _Key) -> None:

@@ -17,51 +17,17 @@ from torch import Tensor
 from merestone.device.gpu_passes import Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import Key, Tables
+from merestone.device.gpu_turn import Parts, Turn, fill_noise, noise_of, noise_sizes
 from merestone.layers.state import Field
 from merestone.models.glm5_next_mtp import GROUP
 from merestone.models.gpu import GpuModel
 from merestone.models.gpu_mtp import GpuMtp, Scratch
 from merestone.models.interface import CHUNK
 from merestone.ops.triton.attention import SPAN
+from merestone.ops.triton.follow import Noise, add_noise
 from merestone.ops.triton.judge import best
-from merestone.sched.plan import SamplingParams, Work
+from merestone.sched.plan import Work
 from merestone.spec.interface import DraftGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A slot after the step of ``work``: rows [first, end) of it are to be observed; their next
-    ids, where the drafter needs them; the batch row of position ``start`` in what the step
-    computed; whether drafts are wanted. ``newest``: the id at position ``end``, if they are.
-    ``params`` and ``choice`` key the noise of what the target draws."""
-
-    work: Work
-    first: int
-    end: int
-    row: int
-    next_ids: tuple[int, ...]
-    proposing: bool
-    newest: int
-    params: SamplingParams
-    choice: int
-
-    @property
-    def slot(self) -> int:
-        return self.work.slot
-
-    @property
-    def start(self) -> int:
-        return self.work.start
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """Tables beside those of a pass, int32: where each row's hidden row lies in the rings [N], the
-    rows from which drafts are made, and their slots [S]."""
-
-    rings: Tensor
-    last: Tensor
-    slots: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +154,17 @@ class GpuDrafting:
             Work(t.slot, t.first, t.end, t.next_ids, (), 0, (), 0, (), sample=False) for t in turns
         ]
         tables.fill(host[: tables.size], works, padding)
-        rings, last, slots = np.split(host[tables.size :], [key.rows, key.rows + key.sequences])
+        parts = _sources(key).on_host(host[tables.size :])
+        asking = [turn for turn in turns if turn.proposing]
         at = [t.slot * RING + p % RING for t in turns for p in range(t.first, t.end)]
-        rings[: len(at)], rings[len(at) :] = at, padding * RING
+        parts["rings"][: len(at)], parts["rings"][len(at) :] = at, padding * RING
         ends = np.cumsum([len(t.next_ids) for t in turns])
         lasts = [int(e) - 1 for e, t in zip(ends, turns, strict=True) if t.proposing]
         # A sequence of padding drafts from a row of padding, or from anybody's: nobody looks.
-        last[: len(lasts)], last[len(lasts) :] = lasts, key.rows - 1
-        slots[: len(lasts)] = [t.slot for t in turns if t.proposing]
-        slots[len(lasts) :] = padding
+        parts["last"][: len(lasts)], parts["last"][len(lasts) :] = lasts, key.rows - 1
+        parts["slots"][: len(lasts)] = [turn.slot for turn in asking]
+        parts["slots"][len(lasts) :] = padding
+        fill_noise(parts, asking)
 
     def capture_all(self, longest: int) -> int:
         """Capture every graph for contexts of up to ``longest`` tokens, at start-up; returns how
@@ -223,30 +191,32 @@ class GpuDrafting:
         from the rings if not given."""
         state, layer, key = self._state, self._layer, tables.key
         step = tables.step(buffer[: tables.size], state, rows=GROUP, raw=GROUP)
-        parts = torch.split(buffer[tables.size :], [key.rows, key.sequences, key.sequences])
-        sources = _Sources(*parts)
+        sources = _sources(key).on_device(buffer[tables.size :])
         if hidden is None:
-            hidden = self._rings().index_select(0, sources.rings)
+            hidden = self._rings().index_select(0, sources["rings"])
         out, chosen = layer.forward(self._model.embed(step.tokens), hidden, step, state)
         if not wanted:
             return self._ids
-        last = out.index_select(0, sources.last)
-        count, ids = key.sequences, self._ids
-        self._best(last, ids[0, :count])
+        last = out.index_select(0, sources["last"])
+        count, ids, noise = key.sequences, self._ids, noise_of(sources)
+        self._best(last, ids[0, :count], noise, 1)
         if self.depth > 1:
-            picked = tuple(part.index_select(0, sources.last) for part in chosen)
-            pages = state.tables[GROUP].index_select(0, sources.slots)
+            picked = tuple(part.index_select(0, sources["last"]) for part in chosen)
+            pages = state.tables[GROUP].index_select(0, sources["slots"])
             seen = layer.reach((picked[0], picked[1]), pages, self._scratch, state)
         for place in range(1, self.depth):
             embedded = self._model.embed(ids[place - 1, :count])
             last, seen = layer.recycle(embedded, last, seen, self._scratch)
-            self._best(last, ids[place, :count])
+            self._best(last, ids[place, :count], noise, place + 1)
         return ids
 
-    def _best(self, hidden: Tensor, ids: Tensor) -> None:
-        """Into ``ids`` [S] the best id of each hidden row. Where logits are no numbers it is none:
-        then any id will do for a draft."""
-        best(self._model.logits(hidden), ids, self._bad[: ids.shape[0]])
+    def _best(self, hidden: Tensor, ids: Tensor, noise: Noise, ahead: int) -> None:
+        """Into ``ids`` [S] the best id of each hidden row, with the noise that the target will add
+        ``ahead`` of the newest token. Where logits are no numbers it is none: then any id will do
+        for a draft."""
+        logits = self._model.logits(hidden)
+        add_noise(logits, noise, 1, ahead)
+        best(logits, ids, self._bad[: ids.shape[0]])
         ids.clamp_(max=self._model.info.vocab_size - 1)
 
     def _capture(self, key: Key) -> None:
@@ -262,6 +232,13 @@ class GpuDrafting:
         self._graphs[key] = tables, graph
 
 
+def _sources(key: Key) -> Parts:
+    """Tables beside those of a pass: where each row's hidden row lies in the rings [N], the rows
+    from which drafts are made, their slots [S], and the keys of their noise."""
+    sizes = {"rings": key.rows, "last": key.sequences, "slots": key.sequences}
+    return Parts(sizes | noise_sizes(key.sequences))
+
+
 def _size(tables: Tables) -> int:
-    """Entries of a pass's tables and of :class:`_Sources`."""
-    return tables.size + tables.key.rows + 2 * tables.key.sequences
+    """Entries of a pass's tables and of :func:`_sources`."""
+    return tables.size + _sources(tables.key).size

@@ -17,11 +17,12 @@ from torch import Tensor
 from merestone.core.orders import Order, PageDelta, SaveHidden
 from merestone.device.drafting import Drafting, Drawn
 from merestone.device.gpu_dflash import GpuDFlashDrafting
-from merestone.device.gpu_drafting import GpuDrafting, Turn
+from merestone.device.gpu_drafting import GpuDrafting
 from merestone.device.gpu_passes import Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
 from merestone.device.gpu_state import RING, GpuState, current
 from merestone.device.gpu_tables import rebuild_tables
+from merestone.device.gpu_turn import Turn
 from merestone.device.porter import Porter
 from merestone.device.slots import Slot
 from merestone.layers.state import Batch

@@ -252,7 +252,7 @@ def _convolve(
     inside = column < WIDTH
     total = tl.zeros((COLUMNS,), tl.float32)
     for back in tl.static_range(TAPS):
-        tap: tl.constexpr = SIDE * TAPS + back
+        tap = SIDE * TAPS + back
         kernel = tl.load(base + tap * WIDTH + column, mask=inside, other=0.0)
         more = dynamic + row * dynamic_row + tap * (WIDTH // GROUP) + column // GROUP
         kernel += tl.load(more, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,88 @@
+"""What a drafter on a device is told of a step, and how it brings that to the device.
+
+Knows slots, rows and the keys of noise. Must not know drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from merestone.device.gpu_tables import Ints
+from merestone.ops.triton.follow import Noise
+from merestone.sched.plan import SamplingParams, Work
+
+_GRID = 4
+"""Parts start at multiples of so many entries: 16 bytes."""
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A slot after the step of ``work``: rows [first, end) of it are to be observed; their next
+    ids, where the drafter needs them; the batch row of position ``start`` in what the step
+    computed; whether drafts are wanted. ``newest``: the id at position ``end``, if they are.
+    ``params`` and ``choice`` key the noise of what the target draws."""
+
+    work: Work
+    first: int
+    end: int
+    row: int
+    next_ids: tuple[int, ...]
+    proposing: bool
+    newest: int
+    params: SamplingParams
+    choice: int
+
+    @property
+    def slot(self) -> int:
+        return self.work.slot
+
+    @property
+    def start(self) -> int:
+        return self.work.start
+
+
+class Parts:
+    """Named tables of int32 in one buffer of ``size`` entries; ``sizes``: entries of each."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            self._places[name] = self.size, self.size + size
+            self.size += -(-size // _GRID) * _GRID
+
+    def on_host(self, buffer: Ints) -> dict[str, Ints]:
+        """The tables in ``buffer``, zero."""
+        buffer[:] = 0
+        return {name: buffer[first:end] for name, (first, end) in self._places.items()}
+
+    def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tables in ``buffer``."""
+        return {name: buffer[first:end] for name, (first, end) in self._places.items()}
+
+
+def noise_sizes(count: int) -> dict[str, int]:
+    """The tables that :func:`fill_noise` writes for ``count`` sequences."""
+    return {"seed": 2 * count, "at": count, "choice": count, "heat": count}
+
+
+def fill_noise(parts: Mapping[str, Ints], asking: Sequence[Turn]) -> None:
+    """Write the keys of the noise of those ``asking`` for drafts."""
+    heats, seeds = parts["heat"].view(np.float32), parts["seed"].view(np.int64)
+    for i, turn in enumerate(asking):
+        parts["at"][i], parts["choice"][i] = turn.end, turn.choice
+        heats[i] = turn.params.temperature
+        word = turn.params.seed % _WORD
+        seeds[i] = word - _WORD if word >= _WORD // 2 else word
+
+
+def noise_of(parts: Mapping[str, Tensor]) -> Noise:
+    """The same, on the device."""
+    heats, seeds = parts["heat"].view(torch.float32), parts["seed"].view(torch.int64)
+    return Noise(seeds, parts["at"], parts["choice"], heats)
