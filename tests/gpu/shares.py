@@ -8,19 +8,24 @@ import pytest
 import torch
 
 from gpu.machine import CUDA, GpuReal
+from gpu.test_dflash import SMALL as DRAFT
 from gpu.test_thin import KIMI, SPARSE, answer, prompt
 from interpreted import order_dots
 from layers.test_glm5_next import CONFIG
-from merestone.engine.gpu import mtp_on_gpu
+from merestone.engine.gpu import draft_on_gpu
+from merestone.models.dflash import DFlash
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.gpu import on_gpu
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import World
+from merestone.spec.dflash import DFlashDrafter
+from merestone.spec.interface import Drafter
 from merestone.spec.mtp import MtpDrafter
 from models.plain_loop import PlainLoop
 from parallel.engines import Asking, chat, climb
+from spec_models.targets import RandomDraft
 
 UNEVEN = dataclasses.replace(SPARSE, vocab_size=65)
 
@@ -54,8 +59,8 @@ def answers(world: World, family: str, length: int) -> tuple[list, list, list[fl
         return answer(cold), answer(replies[0]), far
 
 
-def drafted(world: World, length: int, count: int) -> tuple[list, list, list]:
-    """Answers without drafts, with the MTP layer's, and of a replay with them."""
+def drafted(world: World, kind: str, length: int, count: int) -> tuple[list, list, list]:
+    """Answers without drafts, with those of ``kind``, and of a replay with them."""
     with pytest.MonkeyPatch.context() as patch:
         if not CUDA:
             order_dots(patch)
@@ -63,8 +68,13 @@ def drafted(world: World, length: int, count: int) -> tuple[list, list, list]:
         tensors = dict(draw(config, 0))
         own = {name: tensors.pop(name) for name in list(tensors) if name.startswith("layers.2.")}
         model = on_gpu(Glm5Next(config, tensors, torch.float32, world), world.device)
-        layer = Glm5NextMtp(config, own, torch.float32, world)
-        drafter = mtp_on_gpu(MtpDrafter(layer, model, 2), world.device)
+        cpu: Drafter
+        if kind == "mtp":
+            cpu = MtpDrafter(Glm5NextMtp(config, own, torch.float32, world), model, 2)
+        else:
+            small = dataclasses.replace(DRAFT, vocab_size=config.vocab_size)
+            cpu = DFlashDrafter(DFlash(small, RandomDraft(), torch.float32, 2), model)
+        drafter = draft_on_gpu(cpu, world.device)
         options = {"page": 16, "frames": 300, "max_running": 1, "token_budget": 64}
         plain = GpuReal(model, **options).ask(prompt(length, 3), count)
         real = GpuReal(model, drafter, **options)
