@@ -7,6 +7,7 @@ order. Its tokens are a function of the prefix, so a wrong restore also shows as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from merestone.core.cache import CacheSpec
@@ -142,6 +143,11 @@ class FakeDevice:
         self.bad_saves = False
         return StepResult(plan.step, results, saves, bad_slots)
 
+    def _drawn(self, work: Work) -> bool:
+        """Whether the last plan drew the id of the work's row."""
+        last = self.plans[-1].works if self.plans else ()
+        return any(w.slot == work.slot and w.sample and w.end == work.start for w in last)
+
     def _save(self, order: SaveHidden) -> tuple[int, int]:
         slot = self.slots[order.slot]
         assert order.at in slot.hidden, f"slot {order.slot} has no hidden row of {order.at}"
@@ -247,15 +253,23 @@ class FakeDevice:
             first = max(work.start, work.advance - 1)
             if any(group.lag for group in self.draft_groups):
                 assert work.start in (0, *slot.hidden), "the row before the pass is not at hand"
-            slot.hidden = {p + 1: slot.hashes[p + 1] for p in range(first, work.end)}
+            rows = {p + 1: slot.hashes[p + 1] for p in range(first, work.end)}
+            slot.hidden = self._kept(slot, work) | rows
             self.rows += work.end - work.start + work.drafts
+
+    def _kept(self, slot: FakeSlot, work: Work) -> dict[int, int]:
+        """Hidden rows that a pass leaves in place."""
+        return {}
 
     def _result(self, work: Work, bad: bool) -> WorkResult:
         slot = self.slots[work.slot]
         scored = tuple(TokenLogprob(target, -1.0) for target in work.targets)
-        if not work.sample or bad:
+        if not work.sample:
             return WorkResult(work.slot, (), (), scored)
         assert len(slot.hashes) == work.end + 1
+        if bad:  # what it draws, and may feed itself, means nothing
+            slot.hashes.append(extend_hash(slot.hashes[-1], -1))
+            return WorkResult(work.slot, (), (), scored)
 
         def draw(place: int) -> int:
             token = next_token(slot.hidden[work.end + place], slot.choice)
@@ -282,3 +296,50 @@ class FakeDevice:
             for p in range(max(0, work.end - group.lag, group.floor(work.advance)), last):
                 cell = self._cell(slot, group.name, p)
                 self.memory[cell] = slot.hashes[p + 1 + group.lag]
+
+
+class LeadingFake(FakeDevice):
+    """Takes a plan before the result of the last one, which it then feeds itself."""
+
+    def __init__(self, spec: CacheSpec, accuracy: float = 0.5) -> None:
+        super().__init__(spec, accuracy)
+        self.flying: list[StepPlan] = []
+        self.lost = False
+
+    def _kept(self, slot: FakeSlot, work: Work) -> dict[int, int]:
+        """The row before one that runs ahead: the answer may have ended there."""
+        ahead = len(self.flying) > 1 and work.start in slot.hidden
+        return {work.start: slot.hidden[work.start]} if ahead else {}
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        assert len(self.flying) < 2, "a plan is two ahead"
+        if self.flying:
+            rows_only = StepPlan(plan.step, before=plan.before, works=plan.works)
+            assert plan == rows_only, "a plan ahead has more than rows"
+        for work in plan.works:
+            in_flight = bool(self.flying) and self._drawn(work)
+            assert work.fed == in_flight, "the host cannot know what is not drawn yet"
+            assert not work.fed or work.advance == work.anchor, "an anchor before its ids"
+            if not work.fed:
+                hashes = self.slots[work.slot].hashes if work.slot in self.slots else []
+                for place, token in enumerate(work.tokens, work.start):
+                    if place + 1 < len(hashes) and not plan.admits:
+                        assert hashes[place + 1] == extend_hash(hashes[place], token)
+        self.flying.append(plan)
+        result: StepResult | None = None
+        if not self.lost:
+            try:
+                result = self.run(plan)
+            except RuntimeError:
+                self.lost = True
+
+        def land() -> StepResult:
+            assert self.flying[0] is plan, "results are taken in order"
+            del self.flying[0]
+            if result is None:
+                self.flying.clear()
+                self.lost = False
+                raise RuntimeError("injected")
+            return result
+
+        return land

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fake_device import VOCAB, FakeDevice, oracle, small_spec
+from fake_device import VOCAB, FakeDevice, LeadingFake, oracle, small_spec
 from merestone.core.audit import audit
 from merestone.core.cache import Cache, CacheSpec
 from merestone.engine.api import EngineInfo, Event, Finished, GenerateRequest, TokenEvent
@@ -19,8 +19,12 @@ class Reply:
     """Everything one request got back, by choice."""
 
     events: list[Event] = field(default_factory=list)
+    gone: bool = False
+    """Whether whoever asked has hung up."""
 
     def sink(self, events: list[Event]) -> None:
+        if self.gone:
+            raise ConnectionError("gone")
         self.events += events
 
     def ids(self, choice: int = 0) -> list[int]:
@@ -51,10 +55,11 @@ class Harness:
         reason: str = "as asked for",
         accuracy: float = 0.5,
         adaptive: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.spec = spec or small_spec()
         self.cache = Cache(self.spec)
-        self.device = FakeDevice(self.spec, accuracy)
+        self.device = (LeadingFake if overlap else FakeDevice)(self.spec, accuracy)
         depth = Depth(self.spec.drafts, adaptive=adaptive)
         self.scheduler = Scheduler(self.cache, slots=slots, token_budget=budget, depth=depth)
         info = EngineInfo(
@@ -66,7 +71,9 @@ class Harness:
             retention_reason=reason,
         )
         self.now = 0.0
-        self.engine = LocalEngine(info, self.cache, self.scheduler, self.device, clock=self.clock)
+        self.engine = LocalEngine(
+            info, self.cache, self.scheduler, self.device, clock=self.clock, overlap=overlap
+        )
         self.count = 0
 
     def clock(self) -> float:

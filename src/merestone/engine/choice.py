@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merestone.core.checkpoint import Kind
+import numpy as np
+
+from merestone.core.checkpoint import Kind, Root
+from merestone.core.policy import boundaries_to_seal
 from merestone.engine.api import (
     CacheReport,
     DraftReport,
@@ -53,6 +56,43 @@ def check(request: GenerateRequest, info: EngineInfo) -> None:
     for at, kind in (*request.boundaries, *request.ends):
         if kind not in tuple(Kind):
             raise EngineRefusal("invalid_boundary", f"{kind!r} at {at} is no kind of boundary")
+
+
+def sequence_of(
+    request: GenerateRequest,
+    choice: int,
+    root: Root,
+    arrival: int,
+    limit: int,
+    *,
+    shared: bool,
+    grid: int,
+) -> Sequence:
+    """One of a request's answers, which may take ``limit`` tokens where the request names no limit.
+    ``shared``: its boundaries are for others, too; with a ``grid`` they are its multiples."""
+    prompt = len(request.tokens)
+    wanted = [(at, Kind(kind)) for at, kind in request.boundaries] if shared else []
+    return Sequence(
+        id=request.id,
+        choice=choice,
+        root=root,
+        prompt=prompt,
+        buffer=np.array(request.tokens, np.int32),
+        known=prompt,
+        params=request.params,
+        max_tokens=limit if request.max_tokens is None else request.max_tokens,
+        stop_ids=frozenset(request.stop_ids),
+        boundaries=boundaries_to_seal(prompt, wanted, grid),
+        seals=shared or request.n > 1,
+        # A private root holds nothing but what the request itself left there.
+        matches=choice > 0 or request.prompt_logprobs is None,
+        priority=request.priority,
+        arrival=arrival,
+        prompt_logprobs=request.prompt_logprobs if choice == 0 else None,
+        grid=grid,
+        ends={token: Kind(kind) for token, kind in request.ends},
+        lives={} if grid else dict(request.lives),
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from merestone.sched.plan import StepPlan, StepResult
 
@@ -23,6 +25,35 @@ class Device(Protocol):
     """
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+Landing = Callable[[], StepResult]
+"""Waits for a plan's result: called once, or never if an earlier plan failed. Raises as ``run``."""
+
+
+@runtime_checkable
+class LeadingDevice(Device, Protocol):
+    """A device that goes on by itself: it takes one more plan before the result of the last, and
+    feeds it the ids that were drawn (see `merestone.sched.ahead`)."""
+
+    def launch(self, plan: StepPlan) -> Landing:
+        """Start a plan. ``run`` is this, and the wait for it."""
+        ...
+
+
+def launch(device: Device, plan: StepPlan) -> Landing:
+    """Start a plan where the device can; else it runs when its result is asked for. A plan that
+    could not be started is a step that failed: the result's wait raises."""
+    if not isinstance(device, LeadingDevice):
+        return partial(device.run, plan)
+    try:
+        return device.launch(plan)
+    except Exception as error:
+        return partial(_raise, error)
+
+
+def _raise(error: Exception) -> StepResult:
+    raise error
 
 
 class Attendant(Protocol):

@@ -13,12 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-import numpy as np
-
 from merestone.core.cache import Cache
 from merestone.core.checkpoint import Kind, Root
 from merestone.core.gate import parse
-from merestone.core.policy import boundaries_to_seal
 from merestone.engine.api import (
     CacheBusy,
     CachePage,
@@ -30,10 +27,11 @@ from merestone.engine.api import (
     Sink,
     Stats,
 )
-from merestone.engine.choice import Choice, check
-from merestone.engine.device import Attendant, Device, DeviceLost
+from merestone.engine.choice import Choice, check, sequence_of
+from merestone.engine.device import Attendant, Device, DeviceLost, Landing, launch
 from merestone.engine.flush import flush
 from merestone.engine.report import cache_view, engine_stats
+from merestone.sched.ahead import plan_ahead
 from merestone.sched.flight import Outcome
 from merestone.sched.loss import lose_device
 from merestone.sched.request import Sequence
@@ -61,12 +59,17 @@ class LocalEngine:
         device: Device,
         *,
         clock: Callable[[], float] = time.monotonic,
+        overlap: bool = False,
     ) -> None:
+        """``overlap``: plan ahead of the step that runs; the device is a LeadingDevice then."""
         self.info = info
         self.cache = cache
         self.scheduler = scheduler
         self.device = device
         self.clock = clock
+        self.overlap = overlap
+        self.landing: Landing | None = None
+        """The result of the plan in flight, to be waited for."""
         self.choices: dict[Sequence, Choice] = {}
         self.requests: dict[str, list[Choice]] = {}
         self.private: set[Root] = set()
@@ -225,8 +228,9 @@ class LocalEngine:
                 return
 
     def take(self) -> None:
-        """Run what was posted, in order."""
+        """Run what was posted, in order, with no plan in flight."""
         while self.inbox:
+            self._land()
             self.inbox.popleft()()
 
     def _close(self) -> None:
@@ -238,28 +242,43 @@ class LocalEngine:
                 self.take()
             except Exception:
                 log.exception("an action failed while the engine stopped")
+        if not self.broken:
+            self._land()
         self._end_all()
         if not (self.broken or self.down):
             flush(self.scheduler, self.step, self.clock)
         self.scheduler.outside.close()
 
     def step(self) -> bool:
-        """Plan, run and report one step. False if there was nothing to do."""
+        """Plan, run and report one step, the next one started before it is waited for, where that
+        may be. False if there was nothing to do."""
         if self.down is not None:
             return False
         self.cache.tick(self.clock())
         self.scheduler.outside.tick(self.clock())
-        plan = self.scheduler.plan()
-        if plan.empty:
-            self.scheduler.skip()
-            return False
+        if self.landing is None:
+            plan = self.scheduler.plan()
+            if plan.empty:
+                self.scheduler.skip()
+                return False
+            self.landing = launch(self.device, plan)
+        ahead = plan_ahead(self.scheduler) if self.overlap else None
+        self._land(launch(self.device, ahead) if ahead else None)
+        return True
+
+    def _land(self, ahead: Landing | None = None) -> None:
+        """Wait for the step in flight, if there is one, and report it; ``ahead`` flies then."""
+        if self.landing is None:
+            return
+        landing, self.landing = self.landing, ahead
         try:
-            result = self.device.run(plan)
+            result = landing()
         except DeviceLost as error:
             self._lose(str(error), error.returns)
-            return True
+            return
         except Exception as error:
             log.exception("a step failed")
+            self.landing = None  # what is ahead took its ids from the step that failed
             self.counters["failed_steps"] += 1
             self.lost_in_a_row += 1
             outcomes = self.scheduler.fail(f"a step failed: {type(error).__name__}: {error}")
@@ -267,7 +286,6 @@ class LocalEngine:
             outcomes = self.scheduler.apply(result)
             self.lost_in_a_row = 0
         self._report(outcomes)
-        return True
 
     def _ready(self) -> bool:
         return self.scheduler.busy and self.down is None
@@ -276,7 +294,7 @@ class LocalEngine:
         """What the device held is lost: so are running requests and every checkpoint."""
         if self.down is None:  # we are told by whoever notices first, and by the attendant
             self.counters["devices_lost"] += 1
-        self.down = reason
+        self.down, self.landing = reason, None
         self._report(lose_device(self.scheduler, reason))
         if not returns:
             self.broken = reason
@@ -329,32 +347,12 @@ class LocalEngine:
         shared = request.cache and self.retention.mode != "none"
         grid = self.retention.grid
         root: Root = ("", request.salt) if shared else ("private", request.id)
-        prompt = len(request.tokens)
-        wanted = [(at, Kind(kind)) for at, kind in request.boundaries] if shared else []
-        limit = self.info.context_limit - prompt
+        limit = self.info.context_limit - len(request.tokens)
         choices = []
         for number in range(request.n):
             self.arrivals += 1
-            sequence = Sequence(
-                id=request.id,
-                choice=number,
-                root=root,
-                prompt=prompt,
-                buffer=np.array(request.tokens, np.int32),
-                known=prompt,
-                params=request.params,
-                max_tokens=limit if request.max_tokens is None else request.max_tokens,
-                stop_ids=frozenset(request.stop_ids),
-                boundaries=boundaries_to_seal(prompt, wanted, grid),
-                seals=shared or request.n > 1,
-                # A private root holds nothing but what the request itself left there.
-                matches=number > 0 or request.prompt_logprobs is None,
-                priority=request.priority,
-                arrival=self.arrivals,
-                prompt_logprobs=request.prompt_logprobs if number == 0 else None,
-                grid=grid,
-                ends={token: Kind(kind) for token, kind in request.ends},
-                lives={} if grid else dict(request.lives),
+            sequence = sequence_of(
+                request, number, root, self.arrivals, limit, shared=shared, grid=grid
             )
             text = request.text() if request.text else None
             choices.append(Choice(request, sequence, sink, text, now, shared, self.off_grid))
@@ -368,6 +366,8 @@ class LocalEngine:
     def _abort(self, request_id: str) -> None:
         now = self.clock()
         for choice in list(self.requests.get(request_id, ())):
+            if choice.sequence not in self.choices:  # another one's sink failed: all were dropped
+                continue
             self.scheduler.abort(choice.sequence)
             self._forget(choice)
             self._emit(choice, [choice.finished("abort", None, now)])

@@ -32,6 +32,12 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     banned: tuple[int, ...] = ()
     logprobs: int | None = None
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether logits are taken as they are: no token so far, bias or ban changes them."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties == (1.0, 0.0, 0.0) and not (self.logit_bias or self.banned)
+
 
 class Admit(Struct, frozen=True, array_like=True):
     """A request takes a slot. ``tokens`` are all ids known so far, the first ``prompt`` of them
@@ -57,6 +63,8 @@ class Work(Struct, frozen=True, array_like=True):
                     |  open rows  |  computed by this work          |
                                                      |  open rows after it
 
+    Of a plan made ahead (see :mod:`merestone.sched.ahead`) a work's one row may have no ``tokens``:
+    it is that of the id that the plan before it draws for the slot.
     ``sample`` draws the token of position ``end`` from the last hidden row. The pass also computes
     rows [end, end + drafts) of the first ``drafts`` tokens that the slot has been proposed, and
     draws on for as long as they are what it draws. Then ``propose`` more tokens are proposed.
@@ -78,6 +86,11 @@ class Work(Struct, frozen=True, array_like=True):
     propose: int = 0
     prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
+
+    @property
+    def fed(self) -> bool:
+        """Whether the device takes the row's id from what it drew last."""
+        return self.start < self.end and not self.tokens
 
 
 class StepPlan(Struct, frozen=True, array_like=True):

@@ -25,8 +25,7 @@ from merestone.sched.seals import Seals
 
 
 class Scheduler:
-    """Plans steps over one cache. One plan is in flight at a time.
-
+    """Plans steps over one cache. One plan is in flight, and one ahead of it where that may be.
     ``slots``: sequences that run at once. ``token_budget``: rows of one step. ``depth``: how many
     drafts the device is asked for (None: it has no drafter).
     """
@@ -51,6 +50,7 @@ class Scheduler:
         self.outside: Outside = Nothing()
         self.verifier: Verifier | None = None
         self.flight: Flight | None = None
+        self.ahead: Flight | None = None
         self.step = 0
         self.counters: Counter[str] = Counter()
 
@@ -272,13 +272,11 @@ class Scheduler:
         return self.waiting.drop_protection() or self.outside.yields()
 
     def _yield_slot(self, flight: Flight, seq: Sequence) -> bool:
-        """Make a slot free for a waiting sequence of strictly better priority, by a seal.
-
-        Those without rows of their own lose nothing and go first.
-        """
+        """Make a slot free for a waiting sequence of strictly better priority, by a seal."""
         worse = [other for other in self.running if other.rank[0] > seq.rank[0]]
         if not worse:
             return False
+        # Those without rows of their own lose nothing and go first.
         victim = max(worse, key=lambda s: (not s.resumable, s.rank))
         assert victim.lease is not None
         if (victim.seals or victim.matches) and victim.resumable and not victim.grid:
@@ -332,7 +330,8 @@ class Scheduler:
             self.waiting.offer(imported, seq)
         outcomes = []
         for seq, work, entry in zip(flight.sequences, flight.works, result.works, strict=True):
-            assert seq.lease is not None
+            if seq.lease is None:  # it left while this plan, made ahead, was in flight
+                continue
             self.cache.settle(seq.lease)
             if work.slot in bad_slots:
                 outcomes += self._distrust(seq, wrong)
@@ -349,7 +348,8 @@ class Scheduler:
         assert seq.lease is not None
         accepted = max(0, len(entry.tokens) - 1)
         seq.computed = work.end + accepted
-        self.cache.commit(seq.lease, seq.computed)
+        if accepted:
+            self.cache.commit(seq.lease, seq.computed)
         for token in entry.tokens:
             seq.append(token)
         seq.drafts = work.propose
@@ -357,8 +357,9 @@ class Scheduler:
         self.depth.note(seq, work.drafts, accepted)
 
     def fail(self, error: str) -> list[Outcome]:
-        """The step in flight was lost: nothing it sealed is published, its sequences end."""
+        """The step in flight was lost, what is ahead too: nothing is published, sequences end."""
         flight = self._landed()
+        self.flight = None
         for _, sealed in flight.sealed:
             self.cache.discard(sealed, "step_failed")
         self.outside.failed()
@@ -379,7 +380,7 @@ class Scheduler:
 
     def _landed(self) -> Flight:
         assert self.flight is not None, "no plan is in flight"
-        flight, self.flight = self.flight, None
+        flight, self.flight, self.ahead = self.flight, self.ahead, None
         return flight
 
     def _distrust(self, seq: Sequence, wrong: Mapping[int, str]) -> list[Outcome]:
