@@ -52,9 +52,9 @@ class GpuReal(Real):
         self.segments = 0
         forward = runner.passes.forward
 
-        def counted(works):
+        def counted(works, *fed):
             self.segments += len(works)
-            return forward(works)
+            return forward(works, *fed)
 
         runner.passes.forward = counted
 

@@ -30,6 +30,7 @@ from merestone.ops.triton.norms import (
     swiglu,
 )
 from merestone.ops.triton.pages import (
+    feed,
     read_rows,
     set_entries,
     write_ring,
@@ -198,6 +199,7 @@ def kept_rows(rows: int) -> None:
     tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
     write_tail(new, pages, tail, tables, one, tables.anchor_frames)
     set_entries(one, one, one)
+    feed(one, one, one, one, 151552)
 
 
 @launch

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from merestone.ops.triton.pages import read_rows, set_entries, write_ring, write_rows, write_tail
+from merestone.ops.triton.pages import (
+    feed,
+    read_rows,
+    set_entries,
+    write_ring,
+    write_rows,
+    write_tail,
+)
 from merestone.ops.triton.rows import Cells, Sequences
 
 PAGE, WIDTH, FRAMES = 4, 40, 9
@@ -93,3 +100,18 @@ def test_entries_of_tables(device: str, count: int) -> None:
     expected = torch.zeros_like(table)
     expected[at.long()] = values
     assert torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_fed_ids_are_ids(device: str, count: int) -> None:
+    """Each takes the id drawn for it; what is no id of the vocabulary becomes 0."""
+    tokens = torch.full((500,), 77, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(2)
+    at, source = (torch.randperm(500, generator=generator)[:count].int() for _ in range(2))
+    drawn = torch.randint(-50, 150, (500,), dtype=torch.int32, generator=generator)
+    drawn[source[0]] = -(1 << 31)
+    feed(tokens, at.to(device), drawn.to(device), source.to(device), 100)
+    expected = torch.full((500,), 77, dtype=torch.int32)
+    for to, place in zip(at.tolist(), source.tolist(), strict=True):
+        expected[to] = drawn[place] if 0 <= drawn[place] < 100 else 0
+    assert torch.equal(tokens.cpu(), expected)

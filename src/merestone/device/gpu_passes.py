@@ -7,6 +7,7 @@ for a key, from the very calls that run without graphs, and replays them: the bi
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from merestone.device.gpu_state import RING, GpuState
+from merestone.device.gpu_state import RING, GpuState, sent
 from merestone.device.gpu_tables import Ints, Key, Tables
 from merestone.models.gpu import GpuModel
 from merestone.models.interface import CHUNK
 from merestone.ops.triton.attention import SPAN
 from merestone.ops.triton.judge import best
-from merestone.ops.triton.pages import write_ring
+from merestone.ops.triton.pages import feed, write_ring
 from merestone.sched.plan import Work
 
 log = logging.getLogger("merestone.device")
@@ -67,6 +68,16 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Fed:
+    """Ids that the host does not know: ``rows`` of the batch take them from ``drawn`` [n] int32, on
+    the device, at ``places``."""
+
+    drawn: Tensor
+    rows: list[int]
+    places: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Passed:
     """What a pass leaves until the next one: hidden rows [N, D] after the final norm, and those of
     the residual after each tapped layer."""
@@ -102,10 +113,10 @@ class Passes:
         most = max(bucket(rows, MIXED) or rows, slots * self._each)
         size = self._of(Key(most, slots, SHORTEST, True)).size
         pinned = state.device != "cpu"
-        self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        self._hosts = _two(size, pinned)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
         sampled = slots * self._each
-        self._host_rows = torch.empty(sampled, dtype=torch.int32, pin_memory=pinned)
+        self._hosts_rows = _two(sampled, pinned)
         self._sample_rows = torch.zeros(sampled, dtype=torch.int32, device=state.device)
         self._found = torch.zeros(2, sampled, dtype=torch.int32, device=state.device)
 
@@ -117,24 +128,29 @@ class Passes:
 
     # -- the forward pass -----------------------------------------------------------------------
 
-    def forward(self, works: Sequence[Work]) -> Passed:
+    def forward(self, works: Sequence[Work], fed: Fed | None = None) -> Passed:
         """Compute all rows of ``works``, one after another."""
         key, graphed = self._key_of(works)
         if not graphed:
             tables = self._of(key)
-            self._fill(tables, works)
+            self._fill(tables, works, fed)
             return self._compute(tables)
         if key not in self._forwards:
             self._capture_forward(key)
         tables, graph, passed = self._forwards[key]
-        self._fill(tables, works)
+        self._fill(tables, works, fed)
         graph.replay()
         return passed
 
-    def _fill(self, tables: Tables, works: Sequence[Work]) -> None:
-        host: Ints = self._host.numpy()
-        tables.fill(host[: tables.size], works, self._state.padding_slot)
-        self._buffer[: tables.size].copy_(self._host[: tables.size], non_blocking=True)
+    def _fill(self, tables: Tables, works: Sequence[Work], fed: Fed | None = None) -> None:
+        host = self._hosts.popleft()
+        self._hosts.append(host)
+        tables.fill(host.numpy()[: tables.size], works, self._state.padding_slot)
+        self._buffer[: tables.size].copy_(host[: tables.size], non_blocking=True)
+        if fed is not None:
+            at, source = sent(np.array([fed.rows, fed.places], np.int32), self._state.device)
+            size = self._model.info.vocab_size
+            feed(tables.tokens(self._buffer[: tables.size]), at, fed.drawn, source, size)
 
     def _key_of(self, works: Sequence[Work]) -> tuple[Key, bool]:
         """The key of a step, and whether it is that of a graph."""
@@ -174,10 +190,12 @@ class Passes:
             size = bucket(count, ladder(self._slots * self._each)) or count
             if size not in self._samples:
                 self._capture_sample(size)
-        host: Ints = self._host_rows.numpy()
+        pinned = self._hosts_rows.popleft()
+        self._hosts_rows.append(pinned)
+        host: Ints = pinned.numpy()
         host[:count] = [slot * RING + (at - 1) % RING for slot, at in rows]
         host[count:size] = self._state.padding_slot * RING
-        self._sample_rows[:size].copy_(self._host_rows[:size], non_blocking=True)
+        self._sample_rows[:size].copy_(pinned[:size], non_blocking=True)
         if self.graphs:
             graph, found = self._samples[size]
             graph.replay()
@@ -260,6 +278,12 @@ class Passes:
         self.graph_bytes += used
         log.debug("graph of %s: %d bytes more", name, used)
         return graph, result
+
+
+def _two(size: int, pinned: bool) -> deque[Tensor]:
+    """Host memory [size] int32 for this step, and for the next: the copy out of this one may not be
+    over when the next is filled. Used in turn; no step is two ahead."""
+    return deque(torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2))
 
 
 def rows_of(works: Sequence[Work]) -> list[int]:

@@ -2,12 +2,15 @@
 
 Knows the model's passes, the arena and the slots. Must not decide anything: what a plan does not
 say, it does not do. The host waits once a step, for the sampled ids and the verdicts on what was
-computed; rows of logits come to the host only where a request asks for more than the best id.
+computed, and may launch the next plan before; rows of logits come to the host only where a request
+asks for more than the best id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,9 +21,9 @@ from merestone.core.orders import Order, PageDelta, SaveHidden
 from merestone.device.drafting import Drafting, Drawn
 from merestone.device.gpu_dflash import GpuDFlashDrafting
 from merestone.device.gpu_drafting import GpuDrafting
-from merestone.device.gpu_passes import Passed, Passes, rows_of
+from merestone.device.gpu_passes import Fed, Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
-from merestone.device.gpu_state import RING, GpuState, current
+from merestone.device.gpu_state import RING, GpuState, current, sent
 from merestone.device.gpu_tables import rebuild_tables
 from merestone.device.gpu_turn import Turn
 from merestone.device.porter import Porter
@@ -39,6 +42,37 @@ OnDevice = GpuDrafting | GpuDFlashDrafting
 
 LOGIT_ROWS = 64
 """Prompt rows whose logits exist at once."""
+
+
+class Arriving:
+    """Values int32 [n] on their way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+        self._there: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record()
+
+    def values(self) -> list[int]:
+        """Wait for them."""
+        if self._there is not None:
+            self._there.synchronize()
+        found: list[int] = self._host.tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A plan that runs, and what its result is made of."""
+
+    plan: StepPlan
+    moved: list[Work]
+    passed: Passed | None
+    scored: dict[int, tuple[TokenLogprob, ...]]
+    sampling: Sampling
+    found: Arriving
 
 
 class GpuRunner:
@@ -60,14 +94,22 @@ class GpuRunner:
         if drafter is not None and not isinstance(drafter, OnDevice):
             self.drafting = Drafting(drafter, state.arena, CHUNK)
         self._states = state.states()
+        self._drawn: tuple[Tensor, int, Sampling] | None = None
+        """What the last step left for the host, where its ids begin in it, and whose they are."""
         self._nothing = torch.zeros(1, dtype=torch.int32, device=state.device)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        with current(self.state.device):
-            return self._run(plan)
+        return self.launch(plan)()
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start a plan; what is returned waits for its result. Before that call one more plan may
+        be launched, of rows alone: those without an id are fed what this one draws."""
+        with current(self.state.device):
+            launched = self._launch(plan)
+        return partial(self._land, launched)
+
+    def _launch(self, plan: StepPlan) -> _Launched:
         verdicts: list[Tensor] = [self._copy(plan.saves)]
         for number, drafts in (self.drafter.fetch() if self.drafter else {}).items():
             self.slots[number].proposed = drafts
@@ -79,7 +121,7 @@ class GpuRunner:
         self._copy(plan.before)
         computed = [self._with_drafts(work) for work in plan.works if work.start < work.end]
         self._remember(plan.works)
-        passed = self._forward(computed)
+        passed = self._forward(computed, self._fed(plan))
         scored = self._score_prompts(computed, passed)
         moved = [work for work in computed if work.advance_frames]
         verdicts += [self._judge_anchors(moved), self._copy(plan.after)]
@@ -88,9 +130,21 @@ class GpuRunner:
         sampling = Sampling([work for work in plan.works if work.sample], self.slots)
         if sampling.rows:
             verdicts += sampling.launch(self.passes.sample(sampling.rows))
-        # The one wait of a step; without a verdict, too, or its buffers would be written again.
+        # Without a verdict, too, a step is waited for, or its buffers would be written again.
         verdicts.append(self._nothing)
-        found = torch.cat(verdicts).tolist()[:-1]
+        found = torch.cat(verdicts)
+        self._drawn = found, len(plan.saves) + len(moved) + len(plan.after), sampling
+        return _Launched(plan, moved, passed, scored, sampling, Arriving(found))
+
+    @torch.inference_mode()
+    def _land(self, launched: _Launched) -> StepResult:
+        with current(self.state.device):
+            return self._result(launched)
+
+    def _result(self, launched: _Launched) -> StepResult:
+        plan, moved, sampling = launched.plan, launched.moved, launched.sampling
+        passed = launched.passed
+        found = launched.found.values()[:-1]
         saves, anchors, after, rest = _cut(found, len(plan.saves), len(moved), len(plan.after))
         bad_slots = {work.slot for work, bad in zip(moved, anchors, strict=True) if bad}
         bad_saves = [
@@ -99,7 +153,7 @@ class GpuRunner:
             if bad
         ]
         tokens = sampling.results(rest, bad_slots)
-        results = tuple(_result(work, tokens, scored) for work in plan.works)
+        results = tuple(_result(work, tokens, launched.scored) for work in plan.works)
         if self.drafter is not None:
             self._turn(plan.works, results, passed, bad_slots)
         self._draft(plan.works, results, passed, bad_slots)
@@ -117,7 +171,7 @@ class GpuRunner:
     # -- copies ---------------------------------------------------------------------------------
 
     def _device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.state.device, non_blocking=True)
+        return sent(values, self.state.device)
 
     def _copy(self, orders: Sequence[Order]) -> Tensor:
         """Launch orders; for hidden rows saved among them, 1 where a value is not finite."""
@@ -161,13 +215,30 @@ class GpuRunner:
     # -- the pass -------------------------------------------------------------------------------
 
     def _with_drafts(self, work: Work) -> Work:
-        """``work`` as the pass computes it: with rows for its drafts."""
+        """``work`` as the pass computes it: with rows for its drafts, a place for a fed id."""
+        if work.fed:
+            return replace(work, tokens=(0,))
         if not work.drafts:
             return work
         drafts = tuple(self.slots[work.slot].drafts[: work.drafts])
         return replace(work, end=work.end + work.drafts, tokens=(*work.tokens, *drafts))
 
-    def _forward(self, works: Sequence[Work]) -> Passed | None:
+    def _fed(self, plan: StepPlan) -> Fed | None:
+        """Where the ids of rows without one are, in what the step before this one left."""
+        if not any(work.fed for work in plan.works):
+            return None
+        assert self._drawn is not None
+        drawn, first, sampling = self._drawn
+        places = sampling.places()
+        computed = [work for work in plan.works if work.start < work.end]
+        fed = [
+            (row, first + places[work.slot])
+            for work, row in zip(computed, rows_of(computed), strict=True)
+            if work.fed
+        ]
+        return Fed(drawn, [row for row, _ in fed], [place for _, place in fed])
+
+    def _forward(self, works: Sequence[Work], fed: Fed | None) -> Passed | None:
         """Compute all rows."""
         if not works:
             return None
@@ -175,7 +246,7 @@ class GpuRunner:
         if stale:
             frames = self.state.layout.anchor_frames
             rebuild(self.model, rebuild_tables(stale, frames, self.state), self.state)
-        passed = self.passes.forward(works)
+        passed = self.passes.forward(works, fed) if fed else self.passes.forward(works)
         for work in works:
             self.slots[work.slot].cached = work.end
         return passed

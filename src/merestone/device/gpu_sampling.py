@@ -102,6 +102,13 @@ class Sampling:
             verdicts.append(draw(sampled.logits, draws(wanted, sampled.logits.shape[1])))
         return verdicts
 
+    def places(self) -> dict[int, int]:
+        """Where, in what :meth:`launch` gave, the id of each slot is that the device chose."""
+        places = {work.slot: row for row, (work, _) in enumerate(self._works)}
+        drawn = [work.slot for work, slot in self._works if drawable(slot.params)]
+        assert len(places) == len(self.rows), "drafts are judged by the host"
+        return places | {slot: 2 * len(places) + i for i, slot in enumerate(drawn)}
+
     def results(self, found: Sequence[int], bad_slots: set[int]) -> dict[int, WorkResult]:
         """Tokens by slot, from what :meth:`launch` gave, on the host. A work whose tokens were
         drawn from values that are not finite goes to ``bad_slots`` instead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,13 @@ from merestone.ops.triton.rows import Cells
 def current(device: str) -> AbstractContextManager[object]:
     """Inside, ``device`` is this thread's: kernels are launched where a thread stands."""
     return nullcontext() if device == "cpu" else torch.cuda.device(device)
+
+
+def sent(values: np.ndarray, device: str) -> Tensor:
+    """``values`` int32 on ``device``, by a copy that waits for nothing that runs there."""
+    host = torch.empty(values.shape, dtype=torch.int32, pin_memory=device != "cpu")
+    host.numpy()[...] = values
+    return host.to(device, non_blocking=True)
 
 
 RING = 128

@@ -190,6 +190,11 @@ class Tables:
 
     # -- the device's side ----------------------------------------------------------------------
 
+    def tokens(self, buffer: Tensor) -> Tensor:
+        """The ids of the rows in ``buffer`` [size]."""
+        part: Tensor = self._part(buffer, "tokens")
+        return part
+
     def step(
         self, buffer: Tensor, state: GpuState, *, rows: str = "full", raw: str = "open"
     ) -> Step:

@@ -21,7 +21,7 @@ from merestone.device.layout import plan_layout
 from merestone.device.porter import Porter
 from merestone.device.runner import Runner
 from merestone.engine.api import EngineInfo
-from merestone.engine.device import Device
+from merestone.engine.device import Device, LeadingDevice
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
 from merestone.engine.machine import default_threads, resolve_device
@@ -66,7 +66,8 @@ class EngineOptions:
 
     ``device``: "cpu", "cuda" (or one of several, "cuda:1"), or "auto": a GPU if there is one.
     ``memory`` in bytes; None: what a GPU has left, measured, or ``CPU_MEMORY``. ``graphs``: on a
-    GPU, replay steps as CUDA graphs. ``dtype`` None takes the checkpoint's. ``load_format``:
+    GPU, replay steps as CUDA graphs. ``overlap``: where the device can, start the next step before
+    the result of the last is there. ``dtype`` None takes the checkpoint's. ``load_format``:
     "auto" reads the directory's weights, "random" makes weights in memory, the same ones every
     time, for measurements at true sizes (the directory then needs config.json and a tokenizer
     only). ``page`` None chooses the page size. ``frames`` overrides what ``memory`` would give.
@@ -92,6 +93,7 @@ class EngineOptions:
     frames: int | None = None
     poison: bool = False
     graphs: bool = True
+    overlap: bool = True
     stores: tuple[str, ...] = ()
     store_wait: float = 2.0
     ranks: RankOptions = field(default_factory=RankOptions)
@@ -371,4 +373,5 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         dtype=facts.dtype,
         device=facts.device,
     )
-    return LocalEngine(info, cache, scheduler, device)
+    overlap = options.overlap and isinstance(device, LeadingDevice)
+    return LocalEngine(info, cache, scheduler, device, overlap=overlap)

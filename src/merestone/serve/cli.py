@@ -147,6 +147,7 @@ def serve(
         str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
     ] = "auto",
     graphs: Annotated[bool, typer.Option(help="Replay steps on a GPU as CUDA graphs.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Plan the next step while a GPU runs one.")] = True,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     load_format: Annotated[
         str, typer.Option(help="auto: the directory's weights; random: weights made in memory.")
@@ -211,6 +212,7 @@ def serve(
     options = EngineOptions(
         device=device,
         graphs=graphs,
+        overlap=overlap,
         dtype=dtype,
         load_format=load_format,
         threads=threads,

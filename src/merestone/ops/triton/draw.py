@@ -159,7 +159,10 @@ def draw(logits: Tensor, wanted: Draws) -> Tensor:
     values that are not finite the token says nothing."""
     device, width = logits.device, logits.shape[1]
     assert logits.is_contiguous()
-    rows, keys, cuts = (t.to(device) for t in (wanted.rows, wanted.keys, wanted.cuts))
+    rows, keys, cuts = (
+        (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
+        for t in (wanted.rows, wanted.keys, wanted.cuts)
+    )
     out = torch.empty(rows.shape[0], dtype=torch.int32, device=device)
     aligned(logits)
     if rows.shape[0]:

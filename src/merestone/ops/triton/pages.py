@@ -201,6 +201,29 @@ def _set_entries(table, at, values, count, BLOCK: tl.constexpr):
     tl.store(table + where, tl.load(values + index, mask=inside), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count", "vocabulary"])
+def _feed(tokens, at, drawn, source, count, vocabulary, BLOCK: tl.constexpr):
+    """Grid: (blocks of ids)."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    where = tl.load(at + index, mask=inside, other=0).to(tl.int64)
+    token = tl.load(drawn + tl.load(source + index, mask=inside, other=0).to(tl.int64), mask=inside)
+    # Of a row that is not finite it may be no id at all; nobody reads what is computed from it.
+    token = tl.where((token >= 0) & (token < vocabulary), token, 0)
+    tl.store(tokens + where, token, mask=inside)
+
+
+def feed(tokens: Tensor, at: Tensor, drawn: Tensor, source: Tensor, vocabulary: int) -> None:
+    """tokens[at] = drawn[source], all int32; 0 instead of what is no id below ``vocabulary``."""
+    assert tokens.is_contiguous()
+    assert drawn.is_contiguous()
+    assert tokens.dtype == at.dtype == drawn.dtype == source.dtype == torch.int32
+    if at.shape[0]:
+        _feed[(blocks(at.shape[0], _ENTRIES),)](
+            tokens, at, drawn, source, at.shape[0], vocabulary, BLOCK=_ENTRIES, num_warps=1
+        )
+
+
 def set_entries(table: Tensor, at: Tensor, values: Tensor) -> None:
     """table[at] = values, all int32; ``at`` [n] are flat and distinct."""
     assert table.is_contiguous()

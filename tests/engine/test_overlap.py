@@ -1,0 +1,171 @@
+"""Plans made ahead of the one in flight change no answer, no boundary and no failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.harness import Harness, Reply
+from fake_device import extend_hash, next_token, oracle, prefix_hashes, small_spec
+from merestone.core.checkpoint import State
+from merestone.sched.plan import SamplingParams
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def kept(h: Harness) -> set[tuple[int, str, tuple[int, ...]]]:
+    assert all(c.state is State.PUBLISHED for c in h.cache.checkpoints())
+    return {(c.at, str(c.kind), tuple(h.cache.tokens(c))) for c in h.cache.checkpoints()}
+
+
+def ahead(h: Harness) -> int:
+    return h.scheduler.counters["ahead"]
+
+
+def until_ahead(h: Harness, reply: Reply) -> None:
+    """Step until a plan is ahead of a result that has not been taken."""
+    while h.engine.landing is None or not reply.ids():
+        h.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_most_steps_of_plain_decoding_are_planned_ahead(overlap: bool) -> None:
+    h = Harness(overlap=overlap)
+    replies = [h.send(PROMPT, 60), h.send(PROMPT[:3], 60)]
+    h.drain()
+    for tokens, reply in zip((PROMPT, PROMPT[:3]), replies, strict=True):
+        assert reply.ids() == oracle(tokens, 60)
+    assert ahead(h) >= 40 if overlap else ahead(h) == 0
+
+
+def test_the_same_boundaries_are_kept_with_and_without() -> None:
+    """Reasoning ends, stops, turns, and answers that end at a whole chunk or beside one."""
+    found = []
+    for overlap in (False, True):
+        h = Harness(overlap=overlap)
+        for count in (11, 12, 13, 30):
+            prompt = [count, 1, 4, 1, 5]
+            answer = oracle(prompt, count)
+            ends = ((answer[count // 2], "reasoning"),)
+            first = h.ask(prompt, count, ends=ends)
+            again = h.ask([*prompt, *first.ids(), 7, 8], 5, stop_ids=(answer[0], answer[1]))
+            assert again.restored == len(prompt) + count - 1
+        found.append(kept(h))
+        assert bool(ahead(h)) == overlap
+    assert found[0] == found[1]
+
+
+def test_a_stop_seen_with_a_row_beyond_it_in_flight() -> None:
+    answer = oracle(PROMPT, 20)
+    stop = next(i for i in range(5, 20) if answer[i] not in answer[:i])
+    h = Harness(overlap=True)
+    reply = h.send(PROMPT, 20, stop_ids=(answer[stop],))
+    other = h.send([9, 9], 30)
+    h.drain()
+    assert reply.ids() == answer[: stop + 1]
+    assert other.ids() == oracle([9, 9], 30)
+    turn = h.ask([*PROMPT, *reply.ids(), 2, 2], 4)
+    assert turn.restored == len(PROMPT) + stop
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logprobs=0),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(banned=(1,), min_tokens=3),
+        SamplingParams(logit_bias=((1, 2.0),)),
+    ],
+)
+def test_what_the_host_chooses_is_waited_for(params: SamplingParams) -> None:
+    h = Harness(overlap=True)
+    reply = h.ask(PROMPT, 20, params=params)
+    assert reply.ids() == oracle(PROMPT, 20)
+    assert ahead(h) == 0
+
+
+@pytest.mark.parametrize("which", ["in flight", "ahead"])
+def test_a_failure_takes_the_plan_ahead_along(which: str) -> None:
+    """Nothing of either is published, and the next request finds an engine that works."""
+    h = Harness(overlap=True)
+    reply = h.send(PROMPT, 40)
+    until_ahead(h, reply)
+    before, got = kept(h), len(reply.ids())
+    if which == "ahead":
+        h.device.fail_next = True  # the next launch
+        h.step()
+        assert len(reply.ids()) == got + 1  # the step in flight was good
+    else:
+        landing = h.engine.landing
+        assert landing is not None
+
+        def broken():
+            landing()
+            raise RuntimeError("injected")
+
+        h.engine.landing = broken
+        h.step()
+        assert reply.finished().reason == "error"
+        assert h.scheduler.ahead is None is h.scheduler.flight
+        h.device.flying.clear()
+    h.drain()
+    assert reply.finished().reason == "error"
+    assert h.engine.counters["failed_steps"] == 1
+    assert kept(h) == before
+    assert h.ask(PROMPT, 12).ids() == oracle(PROMPT, 12)
+
+
+def test_what_is_not_finite_is_dropped_with_what_it_fed() -> None:
+    h = Harness(overlap=True)
+    h.ask(PROMPT, 4)
+    bad, good = h.send(PROMPT, 40), h.send([8, 8, 8], 40)
+    while not (h.engine.landing and len(bad.ids()) > 2 and len(good.ids()) > 2):
+        h.step()
+    slots = {seq.id: seq.slot for seq in h.scheduler.running}
+    h.device.bad_slots = {slots["r2"]}
+    h.drain()
+    # It had started from a checkpoint: it starts again, from nothing.
+    assert h.scheduler.counters["not_finite"] == 1
+    assert bad.ids() == oracle(PROMPT, 40)
+    assert good.ids() == oracle([8, 8, 8], 40)
+
+
+def test_whoever_comes_or_asks_finds_no_plan_in_flight() -> None:
+    h = Harness(overlap=True)
+    reply = h.send(PROMPT, 40, id="first")
+    until_ahead(h, reply)
+    seen = []
+    h.engine._post(lambda: seen.append((h.scheduler.flight, h.engine.landing)))
+    h.engine.take()
+    assert seen == [(None, None)]
+    until_ahead(h, reply)
+    h.engine.abort("first")
+    h.step()
+    ids = reply.ids()
+    assert ids == oracle(PROMPT, 40)[: len(ids)]
+    h.drain()
+    assert h.ask([*PROMPT, *ids], 4).restored >= len(PROMPT) + len(ids) - 1
+
+
+def test_a_sink_that_fails_with_a_row_in_flight() -> None:
+    h = Harness(overlap=True)
+    prefix = prefix_hashes(PROMPT)[-1]
+    reply, other = h.send(PROMPT, 40), h.send([6, 6], 40)
+    until_ahead(h, reply)
+    reply.gone = True
+    h.drain()
+    assert other.ids() == oracle([6, 6], 40)
+    assert reply.ids()[0] == next_token(prefix)
+    assert reply.ids()[1] == next_token(extend_hash(prefix, reply.ids()[0]))
+    assert ahead(h) > 20
+
+
+def test_frames_that_run_short_end_the_lead() -> None:
+    """Preemption and eviction are decided with nothing in flight; every answer is right."""
+    h = Harness(small_spec(frames=34), overlap=True)
+    prompts = [[i, 2, 2] for i in range(4)]
+    replies = [h.send(prompt, 26) for prompt in prompts]
+    h.drain()
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply.ids() == oracle(prompt, 26)
+    assert h.scheduler.counters["preemptions"] > 0
+    assert ahead(h) > 0
