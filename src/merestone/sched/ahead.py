@@ -81,7 +81,8 @@ def _frames(scheduler: Scheduler, rows: list[tuple[Sequence, int]]) -> int:
 def _row(scheduler: Scheduler, ahead: Flight, seq: Sequence, end: int, *, known: bool) -> None:
     assert seq.lease is not None
     anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
-    advance = max(anchor, anchor_of(end if known else seq.known, scheduler.chunk))
+    # Of a row whose id is unknown it stays where it is: the row completes no chunk.
+    advance = max(anchor, anchor_of(end, scheduler.chunk))
     extension = scheduler.cache.extend(seq.lease, end, advance, ahead.now)
     ahead.before += extension.copies
     ahead.works.append(
