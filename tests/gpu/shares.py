@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.machine import CUDA, GpuReal
-from gpu.test_dflash import SMALL as DRAFT
+from gpu.test_gpu_dflash import SMALL as DRAFT
 from gpu.test_thin import KIMI, SPARSE, answer, prompt
 from interpreted import order_dots
 from layers.test_glm5_next import CONFIG
