@@ -251,3 +251,36 @@ def test_conversation_and_sampling(graphs: bool) -> None:
         answers = [engine.ask(prompt, 20, params=params, n=2) for engine in (real, plain)]
         for choice in range(2):
             assert answer(answers[0], choice) == answer(answers[1], choice)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_aborted_preempted_and_beside_a_producer(graphs: bool) -> None:
+    """Around the end of the window: whoever resumes is drafted for as the one that was cut off."""
+    options = {"frames": 4000, "max_running": 1, "token_budget": 256, "graphs": graphs}
+    prompt = stream(505, 9)
+    real = Noted(*bundled(torch.bfloat16), **options)
+    for steps in (4, 5, 7):
+        reply = real.send(prompt, 40, id="gone", salt=str(steps))
+        for _ in range(steps):
+            real.step()
+        real.engine.abort("gone")
+        real.drain()
+        longer = (*prompt, *reply.ids())
+        real.check(longer, real.ask(longer, 20, salt=str(steps)))
+        slow = real.send(prompt, 40, priority=5, salt=f"x{steps}")
+        for _ in range(steps):
+            real.step()
+        urgent = real.ask(stream(20, steps), 3)
+        real.check(stream(20, steps), urgent)
+        real.check(prompt, slow)
+    assert real.engine.scheduler.counters["preemptions"] == 3
+    both = Noted(*bundled(torch.bfloat16), **{**options, "max_running": 4})
+    replies = [both.send(prompt, 24)]
+    for _ in range(4):
+        both.step()
+    texts = [prompt, (*prompt, *stream(9, 6)), (*prompt, *stream(40, 7))]
+    replies += [both.send(tokens, 24) for tokens in texts]
+    both.drain()
+    for tokens, reply in zip([prompt, *texts], replies, strict=True):
+        assert both.check(tokens, reply).cache.restored == (0 if reply is replies[0] else 505)
