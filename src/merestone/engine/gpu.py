@@ -85,7 +85,7 @@ def build_gpu_rank(
 
 
 def draft_on_gpu(drafter: Drafter, device: str) -> Placed:
-    """``drafter`` with its weights on ``device``, taken away from it.
+    """``drafter`` with its weights on ``device``.
 
     Raises:
         ValueError: a drafter without GPU layers.
