@@ -8,6 +8,7 @@ from small_caches import make, tokens
 from merestone.core.audit import audit
 from merestone.core.cache import Cache
 from merestone.core.checkpoint import Checkpoint, Kind, State
+from merestone.core.shelf import OutOfFrames
 
 
 def run(cache: Cache, first: int, ttl_s: float = 0.0, rows: int = 20) -> Checkpoint:
@@ -93,6 +94,17 @@ def test_a_request_that_needs_all_frames_gets_them(hold: str) -> None:
         cache.settle(lease)
     audit(cache, [lease])
     assert cache.available() >= 0
+
+def test_what_is_spared_goes_when_nothing_else_is_left() -> None:
+    cache = make(frames=60)
+    marked = run(cache, 0, ttl_s=50.0)
+    lease = cache.lease("r", None, 1)
+    with pytest.raises(OutOfFrames):
+        for rows in range(8, 4000, 8):
+            cache.extend(lease, rows, rows // 16 * 16, 1)
+            cache.settle(lease)
+    audit(cache, [lease])
+    assert marked.state == "dropped"
 
 
 def test_a_duplicate_gets_the_time_that_it_was_sealed_with() -> None:

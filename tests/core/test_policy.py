@@ -116,7 +116,8 @@ def checkpoints(cache: Cache, texts: list[list[int]], kinds: list[Kind]) -> list
 
 
 def small_cache(frames: int = 60) -> Cache:
-    return Cache(CacheSpec(frames, 100, (GroupSpec("full", 4),), 8, 2, 4))
+    spec = CacheSpec(frames, 100, (GroupSpec("full", 4),), 8, 2, 4, cost=Cost(start=0.0))
+    return Cache(spec)
 
 
 def evicted_first(cache: Cache, made: list[Checkpoint], leases: Sequence[Lease] = ()) -> int:
@@ -219,7 +220,14 @@ def test_the_cost_of_attention_counts() -> None:
     assert Cost(1.0, 1e-3).of(1000) == 2000
     cache = small_cache()
     (checkpoint,) = checkpoints(cache, [[1] * 8], [Kind.PROMPT])
-    low = eviction_key(checkpoint, 4, 100.0, Cost(1.0, 0.0))
-    high = eviction_key(checkpoint, 4, 100.0, Cost(1.0, 1.0))
+    low = eviction_key(checkpoint, 4, 100.0, Cost(1.0, 0.0, 0.0))
+    high = eviction_key(checkpoint, 4, 100.0, Cost(1.0, 1.0, 0.0))
     assert low[2] == pytest.approx(0.04)
     assert high[2] == pytest.approx(0.04 + 0.48)
+
+
+def test_a_pass_costs_something_however_short() -> None:
+    """Else a prompt of one token would be dropped by its own answer in a full pool."""
+    cache = small_cache()
+    (checkpoint,) = checkpoints(cache, [[1] * 8], [Kind.PROMPT])
+    assert eviction_key(checkpoint, 7, 100.0, Cost(1.0, 0.0, 64.0))[2] == pytest.approx(0.65)

@@ -30,13 +30,15 @@ templates leave out of later prompts."""
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The work of computing n tokens, in tokens' worth: ``linear * n + quadratic * n * n``.
+    """The work of computing n tokens, in tokens' worth: ``linear * n + quadratic * n * n``, and
+    ``start`` for a pass however short: it reads all weights.
 
     The default says that attention doubles the work of a prompt of 100,000 tokens.
     """
 
     linear: float = 1.0
     quadratic: float = 1e-5
+    start: float = 64.0
 
     def of(self, tokens: int) -> float:
         return self.linear * tokens + self.quadratic * tokens * tokens
@@ -63,7 +65,7 @@ def eviction_key(
     of the next best ancestor, from which the checkpoint would have to be recomputed. ``size``:
     bytes that it holds alone, and its part of the anchor that it shares.
     """
-    saved = cost.of(checkpoint.at) - cost.of(above)
+    saved = cost.start + cost.of(checkpoint.at) - cost.of(above)
     priority = checkpoint.base + odds * saved / size
     return spared, checkpoint.kind not in EARLY, priority, checkpoint.used, checkpoint.id
 
