@@ -95,14 +95,17 @@ def test_a_request_that_needs_all_frames_gets_them(hold: str) -> None:
     audit(cache, [lease])
     assert cache.available() >= 0
 
+
 def test_what_is_spared_goes_when_nothing_else_is_left() -> None:
     cache = make(frames=60)
     marked = run(cache, 0, ttl_s=50.0)
     lease = cache.lease("r", None, 1)
-    with pytest.raises(OutOfFrames):
-        for rows in range(8, 4000, 8):
+    for rows in range(8, 4000, 8):
+        try:
             cache.extend(lease, rows, rows // 16 * 16, 1)
-            cache.settle(lease)
+        except OutOfFrames:
+            break
+        cache.settle(lease)
     audit(cache, [lease])
     assert marked.state == "dropped"
 
