@@ -38,7 +38,7 @@ class Cost:
 
     linear: float = 1.0
     quadratic: float = 1e-5
-    start: float = 64.0
+    start: float = 32.0
 
     def of(self, tokens: int) -> float:
         return self.linear * tokens + self.quadratic * tokens * tokens
