@@ -11,49 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers.arena_double import Arena, Sequence, fork, step
-from layers.schedules import VOCAB, cuts, in_company, in_parts, text, whole
+from layers.configs import GLM
+from layers.schedules import cuts, in_company, in_parts, text, whole
 from merestone.models.config import Glm5NextConfig
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.tiny_weights import draw
 
-CONFIG = Glm5NextConfig(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    num_layers=5,
-    layer_types=("kda", "kda", "mla", "kda", "mla"),
-    mlp_types=("dense", "moe", "moe", "moe", "moe"),
-    indexer_types=("full",) * 5,
-    intermediate_size=128,
-    moe_intermediate_size=32,
-    num_experts=8,
-    experts_per_token=2,
-    num_shared_experts=1,
-    routed_scaling=2.5,
-    norm_topk=True,
-    n_group=1,
-    topk_group=1,
-    num_heads=4,
-    q_lora_rank=48,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    index_heads=16,
-    index_head_dim=16,
-    index_topk=32,
-    index_kpool=4,
-    kda_heads=4,
-    kda_head_dim=16,
-    conv_kernel=4,
-    gate_lower_bound=-5.0,
-    hc_mult=4,
-    hc_sinkhorn_iters=20,
-    hc_eps=1e-6,
-    swiglu_limit=10.0,
-    rms_eps=1e-5,
-    max_length=4096,
-    eos_ids=(0,),
-    tie_embeddings=False,
-)
+CONFIG = GLM
 DENSE = dataclasses.replace(CONFIG, index_topk=512)
 SOFTPLUS = dataclasses.replace(CONFIG, gate_lower_bound=None)
 ADJACENT = dataclasses.replace(

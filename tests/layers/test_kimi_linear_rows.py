@@ -9,37 +9,13 @@ import pytest
 import torch
 
 from layers.arena_double import Arena, Sequence, fork, step
-from layers.schedules import VOCAB, cuts, in_company, in_parts, text, whole
+from layers.configs import KIMI
+from layers.schedules import cuts, in_company, in_parts, text, whole
 from merestone.models.kimi_config import KimiLinearConfig
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
 
-CONFIG = KimiLinearConfig(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    num_layers=5,
-    layer_types=("kda", "kda", "mla", "kda", "mla"),
-    mlp_types=("dense", "moe", "moe", "moe", "moe"),
-    intermediate_size=128,
-    moe_intermediate_size=32,
-    num_experts=8,
-    experts_per_token=2,
-    num_shared_experts=1,
-    routed_scaling=2.446,
-    norm_topk=True,
-    num_heads=4,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    kda_heads=4,
-    kda_head_dim=16,
-    conv_kernel=4,
-    rms_eps=1e-5,
-    max_length=4096,
-    eos_ids=(0,),
-    tie_embeddings=False,
-)
+CONFIG = KIMI
 CASES = {
     "fp32": (CONFIG, torch.float32),
     "bf16": (CONFIG, torch.bfloat16),

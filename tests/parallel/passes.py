@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from layers import configs
 from layers.arena_double import Arena, Sequence, fork, step
 from layers.schedules import Make, cuts, in_company, in_parts, text, whole
 from merestone.models.config import Glm5NextConfig
@@ -17,14 +18,14 @@ from merestone.models.dflash_config import DFlashConfig, SelectorConfig
 from merestone.models.glm5_next import Glm5Next
 from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.models.interface import Model
-from merestone.models.kimi_config import KimiLinearConfig
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.loader import load_model
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import SINGLE, World
 
 # Four heads, and otherwise multiples of as little as the family allows.
-GLM = Glm5NextConfig(
+GLM = dataclasses.replace(
+    configs.GLM,
     vocab_size=322,
     hidden_size=48,
     num_layers=4,
@@ -34,37 +35,15 @@ GLM = Glm5NextConfig(
     intermediate_size=90,
     moe_intermediate_size=30,
     num_experts=5,
-    experts_per_token=2,
-    num_shared_experts=1,
-    routed_scaling=2.5,
-    norm_topk=True,
-    n_group=1,
-    topk_group=1,
-    num_heads=4,
     q_lora_rank=40,
     kv_lora_rank=24,
     qk_nope_head_dim=12,
     v_head_dim=20,
-    index_heads=16,
-    index_head_dim=16,
-    index_topk=32,
-    index_kpool=4,
-    kda_heads=4,
-    kda_head_dim=16,
-    conv_kernel=4,
-    gate_lower_bound=-5.0,
-    hc_mult=4,
-    hc_sinkhorn_iters=20,
-    hc_eps=1e-6,
-    swiglu_limit=10.0,
-    rms_eps=1e-5,
-    max_length=4096,
-    eos_ids=(0,),
-    tie_embeddings=False,
     mtp_layers=1,
     mtp_shares_index=True,
 )
-KIMI = KimiLinearConfig(
+KIMI = dataclasses.replace(
+    configs.KIMI,
     vocab_size=322,
     hidden_size=48,
     num_layers=3,
@@ -73,21 +52,9 @@ KIMI = KimiLinearConfig(
     intermediate_size=90,
     moe_intermediate_size=30,
     num_experts=5,
-    experts_per_token=2,
-    num_shared_experts=1,
-    routed_scaling=2.446,
-    norm_topk=True,
-    num_heads=4,
     kv_lora_rank=24,
     qk_nope_head_dim=12,
-    qk_rope_head_dim=8,
     v_head_dim=20,
-    kda_heads=4,
-    kda_head_dim=16,
-    conv_kernel=4,
-    rms_eps=1e-5,
-    max_length=4096,
-    eos_ids=(0,),
     tie_embeddings=True,
 )
 CASES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import merestone
-from merestone.models.config import Glm5NextConfig
+from layers.configs import GLM
 from merestone.models.dflash import DFlash
 from merestone.models.dflash_config import DFlashConfig, SelectorConfig
 from merestone.models.interface import Model
@@ -20,43 +21,12 @@ from merestone.spec.build import load_drafter, parse_speculation
 from merestone.spec.dflash import DFlashDrafter
 from merestone.spec.interface import Drafter
 
-CONFIG = Glm5NextConfig(
-    vocab_size=320,
-    hidden_size=64,
+CONFIG = dataclasses.replace(
+    GLM,
     num_layers=4,
     layer_types=("kda", "kda", "kda", "mla"),
     mlp_types=("dense", "dense", "dense", "moe"),
     indexer_types=("full",) * 4,
-    intermediate_size=128,
-    moe_intermediate_size=32,
-    num_experts=8,
-    experts_per_token=2,
-    num_shared_experts=1,
-    routed_scaling=2.5,
-    norm_topk=True,
-    n_group=1,
-    topk_group=1,
-    num_heads=4,
-    q_lora_rank=48,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    index_heads=16,
-    index_head_dim=16,
-    index_topk=32,
-    index_kpool=4,
-    kda_heads=4,
-    kda_head_dim=16,
-    conv_kernel=4,
-    gate_lower_bound=-5.0,
-    hc_mult=4,
-    hc_sinkhorn_iters=20,
-    hc_eps=1e-6,
-    swiglu_limit=10.0,
-    rms_eps=1e-5,
-    max_length=4096,
-    eos_ids=(0,),
-    tie_embeddings=False,
     mtp_layers=1,
     mtp_shares_index=True,
 )
