@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from datetime import UTC, datetime
 from importlib import metadata
@@ -48,3 +49,11 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(entry) for entry in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def publish(report: dict[str, Any], file: Path | None) -> None:
+    """Print a finished report as one line, and write it to ``file`` if there is one."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))

@@ -6,7 +6,6 @@ output is one JSON object. With several ranks on one GPU (or none) gloo carries 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import torch
 import typer
 from torch import Tensor, distributed
 
+from bench.about import publish
 from merestone.parallel.group import in_rank_order
 from merestone.parallel.world import World, connect
 
@@ -169,9 +169,7 @@ def main(
         print(entry)
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     report = {"bench": "collectives", "ranks": ranks, "device": name, "width": WIDTH, "rows": rows}
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, out)
 
 
 if __name__ == "__main__":

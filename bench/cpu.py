@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.about import about, rounded
+from bench.about import about, publish, rounded
 from bench.inprocess import InProcess, Timed, WrongResult, rates_together
 from bench.reference import Reference
 from bench.serving import merestone_process
@@ -213,10 +213,7 @@ def main(
             print(json.dumps({**report, "refused": str(error)}))
             sys.exit(1)
     report = rounded(report)
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, save)
 
 
 def _serve_options(directory: Path, options: EngineOptions) -> list[str]:

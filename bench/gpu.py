@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.about import publish
 from bench.engine_rows import decode_rate, figures, prefill_rate, running
 from bench.inexact import inexact
 from bench.inprocess import InProcess, WrongResult
@@ -85,10 +86,7 @@ def main(
     except WrongResult as error:
         print(json.dumps({**report, "refused": str(error)}))
         sys.exit(1)
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, save)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ more memory than the cache holds). A table on the way; the last line is one JSON
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 import typer
 from torch import Tensor
 
+from bench.about import publish
 from bench.timing import Call, about_device, copies, microseconds
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows
@@ -411,10 +411,7 @@ def main(
             report[name].append({"failed": f"{type(error).__name__}: {error}"})
             print(report[name][-1], flush=True)
         torch.cuda.empty_cache()
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, save)
 
 
 if __name__ == "__main__":

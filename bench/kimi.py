@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from bench.about import publish
 from bench.engine_rows import (
     conversation,
     decode_rate,
@@ -102,10 +103,7 @@ def main(
     if not tiny:
         report["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         report["orientation"] = ORIENTATION
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, save)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ line of the output is one JSON object; the exit status is 1 if anything differed
 from __future__ import annotations
 
 import asyncio
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.about import publish
 from bench.serving import merestone_process
 from merestone import __version__
 from merestone.probe.client import Server
@@ -113,9 +113,7 @@ def main(
             f"TP {cell['tp']} DCP {cell['dcp']} {cell['speculate']}: {passed} of"
             f" {len(cell['rows'])} rows pass, {sum(row['checks'] for row in cell['rows'])} checks"
         )
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, out)
     if failed or not same:
         sys.exit(1)
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from bench.about import publish
 from bench.asking import Answer, ask
 from bench.collectives import compare, over_ranks
 from merestone import __version__
@@ -162,9 +163,7 @@ def main(
         "collectives": sums,
         "errors": errors,
     }
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, out)
     if errors:
         sys.exit(1)
 

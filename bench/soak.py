@@ -7,7 +7,6 @@ steps; the last line of the output is one JSON object, and the exit status says 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from bench.about import publish
 from bench.serving import serving
 from bench.traffic import COMPLETIONS, Traffic
 from merestone.core.audit import audit
@@ -204,9 +204,7 @@ def main(
         "threads": threads,
         "seconds": round(time.monotonic() - began, 1),
     }
-    if save is not None:
-        save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, save)
     sys.exit(0 if report["ok"] else 1)
 
 

@@ -27,7 +27,7 @@ import typer
 from training.evaluate import HELD_OUT
 from training.rows import make
 
-from bench.about import about, rounded
+from bench.about import about, publish, rounded
 from bench.inprocess import TIMEOUT_S, WrongResult
 from bench.shapes import write_glm_slice
 from merestone.engine.api import Event, Finished, GenerateRequest, TokenEvent
@@ -216,10 +216,7 @@ def main(
             print(json.dumps({**report, "refused": str(error)}))
             sys.exit(1)
     report = rounded(report)
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    publish(report, save)
 
 
 if __name__ == "__main__":
