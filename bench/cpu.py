@@ -7,7 +7,6 @@ the first difference is reported. The last line of the output is one JSON object
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
@@ -23,38 +22,18 @@ import typer
 
 from bench.about import about, publish, rounded
 from bench.inprocess import InProcess, Timed, WrongResult, rates_together
+from bench.over_http import OverHttp
 from bench.reference import Reference
 from bench.serving import merestone_process
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
 from merestone.models.tiny import write_tiny
-from merestone.probe.client import Server
 from merestone.probe.streams import stream
 
 STREAMS = 8
 DECODED = 65  # tokens of a decode run
 SHORT = 64  # tokens of its prompts
 AGREEMENT = (64, 200, 700)  # prompt tokens of the comparison with transformers
-
-
-class OverHttp:
-    """A server in a process of its own, asked in a stream."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def generate(self, prompts: Sequence[Sequence[int]], count: int, salt: str) -> list[Timed]:
-        """As ``InProcess.generate``."""
-
-        async def ask() -> list[Timed]:
-            async with Server(self.url, model="bench") as server:
-                await server.get("/health")  # the connection is not what is measured
-                replies = await asyncio.gather(
-                    *(server.complete(p, count, salt=salt, stream=True) for p in prompts)
-                )
-            return [Timed(r.ids, r.first_s, r.arrivals[-1], r.cached) for r in replies]
-
-        return asyncio.run(ask())
 
 
 Asked = InProcess | OverHttp
@@ -149,7 +128,7 @@ def measure(
     finally:
         engine.stop()
     with merestone_process(_serve_options(directory, options)) as url:
-        http = figures(OverHttp(url), "http", sizes, vocab, runs)
+        http = figures(OverHttp(url, vocab), "http", sizes, vocab, runs)
     torch.set_num_threads(options.threads or 1)
     reference = Reference(directory)
     agreed = agreement(answers, [reference.generate([p], 32)[0] for p in prompts])

@@ -15,10 +15,12 @@ from statistics import median
 from typing import Any
 
 from bench.inprocess import InProcess, WrongResult, rates_together
+from bench.over_http import OverHttp
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
 from merestone.probe.streams import stream
 
+Asked = InProcess | OverHttp
 REPLAYS = 3
 INSTRUCTIONS = 3000
 OPENING, TURN, ANSWER, TURNS = 8000, 300, 32, 4
@@ -40,10 +42,10 @@ def running(
         engine.stop()
 
 
-def first_tokens(asked: InProcess, length: int, *, runs: int = 2) -> dict[str, float]:
+def first_tokens(asked: Asked, length: int, *, runs: int = 2) -> dict[str, float]:
     """Seconds to the first token of a cold prompt (the best of ``runs``: the first one compiles)
     and of its exact replays, and what both make of each other."""
-    vocab = asked.engine.info.vocab_size
+    vocab = asked.vocab
     colds, warms = [], []
     for run in range(runs):
         prompt, salt = stream(length, run, vocab=vocab), f"first-{length}-{run}"
@@ -67,7 +69,7 @@ def first_tokens(asked: InProcess, length: int, *, runs: int = 2) -> dict[str, f
 
 def prefill_rate(asked: InProcess, length: int, *, cache: bool, runs: int = 3) -> float:
     """Prompt tokens a second of cold prompts, the best run."""
-    vocab = asked.engine.info.vocab_size
+    vocab = asked.vocab
     firsts = []
     for run in range(runs):
         prompt = stream(length, 100 + run, vocab=vocab)
@@ -77,11 +79,11 @@ def prefill_rate(asked: InProcess, length: int, *, cache: bool, runs: int = 3) -
 
 
 def decode_rate(
-    asked: InProcess, streams: int, prompt: int, count: int, *, cache: bool = True
+    asked: Asked, streams: int, prompt: int, count: int, *, cache: bool = True
 ) -> float:
     """Tokens a second of ``streams`` streams together, prefills apart: where the cache is used, all
     prompts are restored at once."""
-    vocab = asked.engine.info.vocab_size
+    vocab = asked.vocab
     prompts = [stream(prompt, 200 + number, vocab=vocab) for number in range(streams)]
     salt = f"decode-{streams}"
     if cache:
@@ -96,7 +98,7 @@ def decode_rate(
 
 def shared_instructions(asked: InProcess, length: int = INSTRUCTIONS) -> dict[str, float]:
     """A second request with the same instructions and another question."""
-    vocab = asked.engine.info.vocab_size
+    vocab = asked.vocab
     system = stream(length, 300, vocab=vocab)
     found = []
     for number in range(2):
@@ -113,7 +115,7 @@ def conversation(
     asked: InProcess, opening: int = OPENING, turn: int = TURN
 ) -> list[dict[str, Any]]:
     """Turns of one conversation: a prompt is the last one, its answer and ``turn`` new tokens."""
-    vocab = asked.engine.info.vocab_size
+    vocab = asked.vocab
     prompt = stream(opening, 310, vocab=vocab)
     expected, rows = 0, []
     for number in range(TURNS):
@@ -127,6 +129,6 @@ def conversation(
     return rows
 
 
-def figures(asked: InProcess, lengths: Sequence[int]) -> dict[str, Any]:
+def figures(asked: Asked, lengths: Sequence[int]) -> dict[str, Any]:
     """First tokens at each length."""
     return {str(length): first_tokens(asked, length) for length in lengths}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from merestone.device.gpu_passes import MIXED
+
 
 def _linear(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     out = x.to(weight.dtype) @ weight.transpose(-1, -2)
@@ -29,22 +31,24 @@ def _recurrence(
     from fla.ops.kda import chunk_kda
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
-    rows, count = q.shape[0], sequences.first.shape[0]
-    starts = sequences.row.long()
+    rows = q.shape[0]
+    starts, slot = sequences.row.long(), step.slot.long()
     ends = torch.cat([starts, starts[-1:] + (step.end - sequences.first)[-1:]])
     inputs = [x[None].contiguous() for x in (q, k, v, g, beta)]
-    if rows <= count:
+    # What fla-core does with chunks reads lengths on the host, which a graph cannot.
+    if rows <= MIXED[-1]:
+        # A table of a state for each token: the same one for all of a sequence.
         result, _ = fused_recurrent_kda_fwd(
-            *inputs, initial_state=cache.states, cu_seqlens=ends, ssm_state_indices=step.slot,
-            scale=1.0, state_v_first=True,
+            *inputs, initial_state=cache.states, cu_seqlens=ends,
+            ssm_state_indices=slot[:, None].expand(-1, rows), scale=1.0, state_v_first=True,
         )  # fmt: skip
     else:
         bounded = {} if lowest is None else {"safe_gate": True, "lower_bound": lowest}
-        result, _ = chunk_kda(
-            *inputs, initial_state=cache.states[step.slot.long()], output_final_state=True,
-            scale=1.0, cu_seqlens=torch.tensor([0, rows], device=q.device), state_v_first=True,
-            **bounded,
+        result, final = chunk_kda(
+            *inputs, initial_state=cache.states[slot], output_final_state=True,
+            scale=1.0, cu_seqlens=ends, state_v_first=True, **bounded,
         )  # fmt: skip
+        cache.states[slot] = final
     if out is None:
         return result[0]
     return out.copy_(result[0])

@@ -21,12 +21,18 @@ class WrongResult(Exception):
 
 @dataclass
 class Timed:
-    """What one prompt gave. Seconds since it was handed over; ``ids`` without the prompt."""
+    """What one prompt gave. Seconds since it was handed over; ``ids`` without the prompt, ``times``
+    when each came."""
 
     ids: list[int] = field(default_factory=list)
-    first_s: float = 0.0
+    times: list[float] = field(default_factory=list)
     total_s: float = 0.0
     restored: int = 0
+
+    @property
+    def first_s(self) -> float:
+        """To the first token."""
+        return self.times[0]
 
     @property
     def decode_rate(self) -> float:
@@ -39,6 +45,7 @@ class InProcess:
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
+        self.vocab = engine.info.vocab_size
         self._numbers = count()
 
     def generate(
@@ -76,8 +83,8 @@ def _sink(result: Timed, ended: threading.Event, began: float) -> Callable[[list
         now = time.perf_counter() - began
         for event in events:
             if isinstance(event, TokenEvent):
-                result.first_s = result.first_s if result.ids else now
                 result.ids.append(event.token)
+                result.times.append(now)
             elif isinstance(event, Finished):
                 result.total_s, result.restored = now, event.cache.restored
                 ended.set()
@@ -86,6 +93,9 @@ def _sink(result: Timed, ended: threading.Event, began: float) -> Callable[[list
 
 
 def rates_together(results: Sequence[Timed]) -> float:
-    """Tokens a second after the first token of all, until the last of all."""
-    began = min(result.first_s for result in results)
-    return sum(len(r.ids) - 1 for r in results) / (max(r.total_s for r in results) - began)
+    """Tokens a second while all decode: from the first token of the last one until one ends."""
+    began = max(result.first_s for result in results)
+    ended = min(result.times[-1] for result in results)
+    if ended <= began:
+        raise WrongResult("one ended before all had begun")
+    return sum(began < at <= ended for r in results for at in r.times) / (ended - began)

@@ -2,15 +2,17 @@
 
     python -m bench.kimi [--save FILE]        (--tiny: a tiny model on the CPU, to try the program)
 
-In process, ids in to first id out. Refuses to report when results are wrong. The last line of the
-output is one JSON object; ``orientation`` holds what another engine (vLLM 0.25.1, dummy weights,
-align mode) gave on the same kind of card.
+In process, ids in to first id out; ``http`` has what a client of a server sees. Refuses to report
+when results are wrong. The last line of the output is one JSON object; ``orientation`` holds what
+another engine (vLLM 0.25.1, dummy weights, align mode) gave on the same kind of card.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +29,8 @@ from bench.engine_rows import (
     shared_instructions,
 )
 from bench.inprocess import InProcess, WrongResult
+from bench.over_http import OverHttp
+from bench.serving import merestone_process
 from bench.shapes import write_kimi
 from bench.timing import about_device
 from merestone.engine.build import EngineOptions
@@ -60,7 +64,7 @@ def routed(asked: InProcess, rows: int = 64) -> float:
 
     mlp.route = counting
     try:
-        asked.generate([stream(2048, 319, vocab=asked.engine.info.vocab_size)], 1, "routed")
+        asked.generate([stream(2048, 319, vocab=asked.vocab)], 1, "routed")
     finally:
         mlp.route = route
     return sum(ids.unique().numel() for ids in counts) / max(len(counts), 1)
@@ -74,10 +78,36 @@ def measure(asked: InProcess, tiny: bool) -> dict[str, Any]:
     found["decode"] = {str(n): decode_rate(asked, n, prompt, count) for n in streams}
     if not tiny:
         found["experts_of_64_rows"] = routed(asked)
+        # Each step's plan made after the one before has ended.
+        asked.engine.overlap = False
+        found["decode_without_overlap"] = {
+            str(n): decode_rate(asked, n, prompt, count) for n in streams
+        }
+        asked.engine.overlap = True
     opening = 300 if tiny else 8000
     found["instructions"] = shared_instructions(asked, 200 if tiny else 3000)
     found["conversation"] = conversation(asked, opening, 40 if tiny else 300)
     return found
+
+
+def over_http(options: EngineOptions, vocab: int, tiny: bool) -> dict[str, Any]:
+    """First tokens and decode rates that a client of ``merestone serve`` sees, ids in and out."""
+    lengths, streams = ((256, 512), (1, 2)) if tiny else (LENGTHS, STREAMS)
+    prompt, count = (64, 16) if tiny else (PROMPT, COUNT)
+    given = {
+        "device": options.device, "dtype": options.dtype, "load-format": options.load_format,
+        "max-model-len": options.max_model_len, "max-running": options.max_running,
+        "token-budget": options.token_budget, "threads": options.threads,
+    }  # fmt: skip
+    named = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    with tempfile.TemporaryDirectory() as scratch:
+        (write_tiny_kimi if tiny else write_kimi)(Path(scratch))
+        with merestone_process([scratch, "--served-model-name=bench", *named]) as url:
+            asked = OverHttp(url, vocab)
+            return {
+                "first_token": figures(asked, lengths),
+                "decode": {str(n): decode_rate(asked, n, prompt, count) for n in streams},
+            }
 
 
 def main(
@@ -96,13 +126,21 @@ def main(
     try:
         with running(write_tiny_kimi if tiny else write_kimi, options, "bench") as engine:
             report["start_s"] = time.perf_counter() - began
-            report |= measure(InProcess(engine), tiny)
+            asked = InProcess(engine)
+            report |= measure(asked, tiny)
+            del asked
+        if not tiny:
+            report["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            report["orientation"] = ORIENTATION
+        print(json.dumps(report), flush=True)
+        vocab = engine.info.vocab_size
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        report["http"] = over_http(options, vocab, tiny)
     except WrongResult as error:
         print(json.dumps({**report, "refused": str(error)}))
         sys.exit(1)
-    if not tiny:
-        report["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        report["orientation"] = ORIENTATION
     publish(report, save)
 
 

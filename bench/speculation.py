@@ -1,7 +1,7 @@
 """What speculation brings: steps and tokens a second, accepted drafts, cold and restored.
 
     python -m bench.speculation --save bench/results/speculation-NAME.json
-    python -m bench.speculation --device cuda --slice --kinds none,mtp:3
+    python -m bench.speculation --device cuda --dtype bfloat16 --slice
 
 Answers are chats like those that the bundled model was trained on, one stream at a time. Refuses to
 report when a kind of speculation changes an id or a bit of a log probability, or when a restored
@@ -35,7 +35,7 @@ from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
 from merestone.sched.plan import SamplingParams
 
-KINDS = "none,mtp:3,dflash"
+KINDS, SLICE_KINDS = "none,mtp:3,dflash", "none,mtp:3"
 BUNDLED = Path(__file__).parents[1] / "src" / "merestone" / "assets" / "merestone-tiny"
 
 
@@ -183,7 +183,7 @@ def main(
     true_sizes: Annotated[
         bool, typer.Option("--slice", help="Random layers of published sizes instead.")
     ] = False,
-    kinds: Annotated[str, typer.Option(help="Of speculation; none comes first.")] = KINDS,
+    kinds: Annotated[str, typer.Option(help="Of speculation; none comes first.")] = "",
     device: Annotated[str, typer.Option()] = "cpu",
     dtype: Annotated[str, typer.Option()] = "float32",
     threads: Annotated[int, typer.Option(min=1)] = 1,
@@ -204,6 +204,7 @@ def main(
         "memory": memory << 20,
         "max_running": 1,
     }
+    kinds = kinds or (SLICE_KINDS if true_sizes else KINDS)
     texts = prompts(chats, length)
     with tempfile.TemporaryDirectory() as scratch:
         if true_sizes:

@@ -108,8 +108,8 @@ def test_rows_that_are_not_finite_mark_their_slot() -> None:
     slots = {i: GpuSlot((1, 2), 2, 0, how) for i, how in enumerate((greedy, greedy, drawn))}
     works = [Work(i, 1, 2, (2,), (), 0, (), 0, (), True) for i in slots]
     sampling = Sampling(works, slots)
-    logits = torch.randn(3, 8)
-    sampling.launch(Sampled(logits, torch.zeros(3), torch.zeros(3)))
+    logits = torch.randn(3, 8, device=DEVICE)
+    sampling.launch(Sampled(logits, *torch.zeros(2, 3, device=DEVICE)))
     bad_slots: set[int] = set()
     # Ids, then which rows are bad, then the token that was drawn.
     results = sampling.results([8, 5, 0, 1, 0, 1, 8], bad_slots)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -68,6 +70,8 @@ def _serve(pipe: Connection) -> None:
             function, (rank, tp, dcp), place, timeout_s, device, args = pipe.recv()
         except EOFError:
             return
+        # A rank that hangs says where, before the others' time-outs end it.
+        faulthandler.dump_traceback_later(timeout_s / 2, file=sys.__stderr__)
         try:
             backend = None
             if device == "cuda":
@@ -82,3 +86,5 @@ def _serve(pipe: Connection) -> None:
                 world.close()
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
