@@ -56,8 +56,8 @@ def routed(asked: InProcess, rows: int = 64) -> float:
     counts: list[torch.Tensor] = []
     route = mlp.route
 
-    def counting(*args: Any) -> Any:
-        ids, weights = route(*args)
+    def counting(*args: Any, **options: Any) -> Any:
+        ids, weights = route(*args, **options)
         if ids.shape[0] > rows and not torch.cuda.is_current_stream_capturing():
             counts.append(ids[-rows:].clone())
         return ids, weights

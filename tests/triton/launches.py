@@ -164,11 +164,14 @@ def mixture(rows: int) -> None:
     bf16 = torch.bfloat16
     for more in (0, 1024, 4096):
         x = torch.empty(rows + more, 512, dtype=bf16)
-        ids, weights = route(x, torch.empty(288, 512), torch.empty(288), 8, True, 2.5)
         # The expert weights are never read: one expert stands for all.
-        gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(288, -1, -1)
-        down = torch.empty(1, 512, 2048, dtype=bf16).expand(288, -1, -1)
-        experts(x, ids, weights, gate_up, down, 10.0)
+        gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(289, -1, -1)
+        down = torch.empty(1, 512, 2048, dtype=bf16).expand(289, -1, -1)
+        for shared in (False, True) if more == 0 else (False,):
+            router = torch.empty(288, 512), torch.empty(288)
+            ids, weights = route(x, *router, 8 - shared, True, 2.5, shared=shared)
+            count = 288 + shared
+            experts(x, ids, weights, gate_up[:count], down[:count], 10.0)
 
 
 @launch

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from merestone.ops import moe, naive
 from merestone.ops.triton.by_expert import sort_by_expert
+from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, grouped_gated, grouped_linear, route
 from merestone.ops.triton.norms import swiglu
 
@@ -76,6 +77,49 @@ def test_gates_in_the_same_launch(draw, device: str) -> None:
     for limit in (None, 0.5):
         apart = swiglu(grouped_linear(x, weight, entries, K, gather=True), limit)
         assert torch.equal(grouped_gated(x, weight, entries, K, limit), apart), limit
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_shared_expert_is_one_more(draw, device: str, rows: int, limit: float | None) -> None:
+    """The bits of its own products, added last; of a part of its width, too."""
+    x, gate, bias = draw(rows, WIDTH).half(), draw(EXPERTS, WIDTH), draw(EXPERTS)
+    gate_up = draw(EXPERTS + 1, 2 * INNER, WIDTH).half()
+    down = draw(EXPERTS + 1, WIDTH, INNER).half()
+    chosen = route(x, gate, bias, K, True, 2.5)
+    ids, weights = route(x, gate, bias, K, True, 2.5, shared=True)
+    assert torch.equal(ids[:, :K], chosen[0])
+    assert torch.equal(weights[:, :K], chosen[1])
+    assert ids[:, K].tolist() == [EXPERTS] * rows
+    inner = swiglu(linear(x, gate_up[-1]), limit)
+    for partial, dtype in ((False, torch.float16), (True, torch.float32)):
+        more = linear(inner, down[-1], out_dtype=dtype)
+        apart = experts(
+            x, *chosen, gate_up[:-1], down[:-1], limit, partial, more=more, out_dtype=dtype
+        )
+        joined = experts(x, ids, weights, gate_up, down, limit, partial, out_dtype=dtype)
+        assert torch.equal(joined, apart), partial
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "inner"), [(2304, 1024), (4096, 2048)])
+def test_a_shared_expert_at_true_dimensions(draw, device: str, width: int, inner: int) -> None:
+    count, k = 16, 8
+    x = draw(32, width).bfloat16()
+    gate, bias = draw(count, width) * width**-0.5, draw(count) / 10
+    gate_up = (torch.randn(count + 1, 2 * inner, width, device=device) * width**-0.5).bfloat16()
+    down = (torch.randn(count + 1, width, inner, device=device) * inner**-0.5).bfloat16()
+    for rows in (1, 2, 17, 32):
+        some = x[:rows]
+        more = linear(swiglu(linear(some, gate_up[-1]), 10.0), down[-1])
+        chosen = route(some, gate, bias, k, True, 2.5)
+        apart = experts(
+            some, *chosen, gate_up[:-1], down[:-1], 10.0, more=more, out_dtype=torch.bfloat16
+        )
+        chosen = route(some, gate, bias, k, True, 2.5, shared=True)
+        joined = experts(some, *chosen, gate_up, down, 10.0, out_dtype=torch.bfloat16)
+        assert torch.equal(joined, apart), rows
 
 
 @pytest.mark.gpu

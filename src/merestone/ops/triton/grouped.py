@@ -33,11 +33,12 @@ def _route(
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     SLOTS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
     """Grid: (rows). The K best experts, one after another; ties go to the lowest. logits:
-    [SEGMENTS, rows, EXPERTS], to be added in order."""
+    [SEGMENTS, rows, EXPERTS], to be added in order. SHARED (0 or 1): expert EXPERTS comes last."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, PADDED)
     inside = expert < EXPERTS
@@ -64,8 +65,11 @@ def _route(
         left = tl.where(expert == best, float("-inf"), left)
     if NORMALISE:
         values = values / (total + 1e-20)
-    tl.store(ids + row * K + slot, picks, mask=slot < K)
-    tl.store(weights + row * K + slot, values * scaling, mask=slot < K)
+    picks = tl.where(slot < K, picks, EXPERTS)
+    values = tl.where(slot < K, values * scaling, 1.0)
+    at = row * (K + SHARED) + slot
+    tl.store(ids + at, picks, mask=slot < K + SHARED)
+    tl.store(weights + at, values, mask=slot < K + SHARED)
 
 
 @triton.jit
@@ -182,23 +186,31 @@ def _combine(
 
 
 def route(
-    x: Tensor, gate: Tensor, bias: Tensor, k: int, normalise: bool, scaling: float
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    k: int,
+    normalise: bool,
+    scaling: float,
+    *,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid scores; the bias counts in the choice only; ties go to the lowest expert.
 
     x [T, D], gate [E, D] and bias [E] fp32 -> ids [T, k] int32, best first, weights [T, k] fp32.
+    With ``shared`` every token has one more entry, the last: expert E, of weight 1.
     """
     rows, experts = x.shape[0], gate.shape[0]
     logits = segment_products(x, gate)
     aligned(logits, bias)
-    ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
+    entries = k + shared
+    ids = torch.empty(rows, entries, dtype=torch.int32, device=x.device)
+    weights = torch.empty(rows, entries, dtype=torch.float32, device=x.device)
     if rows:
         _route[(rows,)](
             logits, bias, ids, weights, float(scaling), rows,
             SEGMENTS=logits.shape[0], EXPERTS=experts, PADDED=power_of_two(experts), K=k,
-            SLOTS=power_of_two(k),
-            NORMALISE=normalise,
+            SHARED=int(shared), SLOTS=power_of_two(entries), NORMALISE=normalise,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, weights
