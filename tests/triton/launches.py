@@ -22,6 +22,7 @@ from merestone.ops.triton.judge import bad_anchors, bad_rows, best
 from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.kda_inputs import kda_inputs
 from merestone.ops.triton.norms import (
+    add_rms_norm,
     gated_rms_norm,
     l2_norm,
     layer_norm,
@@ -74,7 +75,9 @@ def gemm(rows: int) -> None:
 def norms(rows: int) -> None:
     bf16 = torch.bfloat16
     for width in (512, 1536, 4096):
-        rms_norm(torch.empty(rows, width, dtype=bf16), torch.empty(width, dtype=bf16), 1e-5)
+        x, weight = torch.empty(rows, width, dtype=bf16), torch.empty(width, dtype=bf16)
+        rms_norm(x, weight, 1e-5)
+        add_rms_norm(x, x, weight, 1e-5)
     heads = torch.empty(64 * rows, 128)
     gated_rms_norm(heads, torch.empty(128), heads.bfloat16(), 1e-5)
     layer_norm(heads.bfloat16(), heads[0].bfloat16(), heads[1].bfloat16(), 1e-6)

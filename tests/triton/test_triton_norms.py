@@ -86,6 +86,27 @@ def test_a_strided_part_of_a_product(draw) -> None:
     )
 
 
+def same_sum(x: Tensor, y: Tensor, weight: Tensor) -> None:
+    total, normed = norms.add_rms_norm(x, y, weight, 1e-5)
+    assert torch.equal(total, x + y)
+    assert torch.equal(normed, norms.rms_norm(x + y, weight, 1e-5))
+
+
+@pytest.mark.parametrize("width", [8, 48, 520])
+def test_a_sum_and_its_norm(draw, width: int) -> None:
+    """The sum is rounded as if it had been stored in between."""
+    for rows in (0, 1, 5, 17):
+        same_sum(3 * draw(rows, width).half(), draw(rows, width).half(), draw(width).half())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 2304, 4096])
+def test_a_sum_and_its_norm_at_true_widths(draw, width: int) -> None:
+    for rows in (1, 5, 1000):
+        x, y, weight = 3 * draw(rows, width), draw(rows, width), draw(width)
+        same_sum(x.bfloat16(), y.bfloat16(), weight.bfloat16())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 512, 1536, 4096])
 def test_true_widths(draw, width: int) -> None:

@@ -23,7 +23,7 @@ from merestone.models.glm5_next import Glm5Next, _Hyper
 from merestone.models.interface import CHUNK, Model, ModelInfo
 from merestone.models.kimi_linear import KimiLinear
 from merestone.ops.triton.hyper import enter, leave, mean
-from merestone.ops.triton.norms import rms_norm
+from merestone.ops.triton.norms import add_rms_norm, rms_norm
 from merestone.parallel.world import World
 
 Attention = GpuKda | GpuMla | GpuDenseMla
@@ -172,12 +172,14 @@ class GpuKimiLinear:
         self.world = model.vocabulary.world
         self._eps = model._eps
         self._ends = GpuVocabulary(model.vocabulary, device)
-        self._norm = model._norm.to(device)
         self.attention: list[Attention] = []
         self._rest = []
-        for layer in model._layers:
+        self._first = model._layers[0]._input_norm.to(device)
+        following = [layer._input_norm for layer in model._layers[1:]] + [model._norm]
+        for layer, after in zip(model._layers, following, strict=True):
             self.attention.append(_attention(layer.attention, device))
-            norms = layer._input_norm.to(device), layer._mlp_norm.to(device)
+            # Of each sum the norm that reads it next is a part of the same launch.
+            norms = layer._mlp_norm.to(device), after.to(device)
             self._rest.append((*norms, gpu_mlp(layer._mlp, device)))
         dense = [layer for layer in self.attention if isinstance(layer, GpuDenseMla)]
         self.heads = dense[0].shape.heads * self.world.dcp if dense else 0
@@ -187,14 +189,15 @@ class GpuKimiLinear:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         features: dict[int, Tensor] = {}
         x = self._ends.embed(step.tokens)
+        a = rms_norm(x, self._first, self._eps)
         layers = zip(self.attention, self._rest, strict=True)
-        for i, (attention, (norm, mlp_norm, mlp)) in enumerate(layers):
+        for i, (attention, (mlp_norm, next_norm, mlp)) in enumerate(layers):
             assert not isinstance(attention, GpuMla)
-            x = x + attention.forward(rms_norm(x, norm, self._eps), step, state)
-            x = x + mlp.forward(rms_norm(x, mlp_norm, self._eps))
+            x, a = add_rms_norm(x, attention.forward(a, step, state), mlp_norm, self._eps)
+            x, a = add_rms_norm(x, mlp.forward(a), next_norm, self._eps)
             if i in taps:
                 features[i] = x
-        return rms_norm(x, self._norm, self._eps), features
+        return a, features
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._ends.embed(tokens)

@@ -20,7 +20,7 @@ from merestone.ops.triton.follow import Noise, add_noise, follow
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.index import choose
 from merestone.ops.triton.judge import best
-from merestone.ops.triton.norms import rms_norm
+from merestone.ops.triton.norms import add_rms_norm, rms_norm
 from merestone.ops.triton.pages import write_rows
 from merestone.ops.triton.rotary import norm_rotate
 
@@ -95,12 +95,11 @@ class _GpuLayer:
         eps = self._config.rms_eps
         a = rms_norm(x, self._norm, eps)
         if self._conv is None or self._mlp_conv is None:
-            x = x + self._attention(a, stands, state)
-            return x + self._mlp.forward(rms_norm(x, self._mlp_norm, eps))
+            x, a = add_rms_norm(x, self._attention(a, stands, state), self._mlp_norm, eps)
+            return x + self._mlp.forward(a)
         conv, kernels = self._conv, self._conv.kernels(a)
         a = self._attention(conv.convolve(a, kernels, 0), stands, state)
-        x = x + conv.convolve(a, kernels, 1)
-        a = rms_norm(x, self._mlp_norm, eps)
+        x, a = add_rms_norm(x, conv.convolve(a, kernels, 1), self._mlp_norm, eps)
         conv, kernels = self._mlp_conv, self._mlp_conv.kernels(a)
         a = self._mlp.forward(conv.convolve(a, kernels, 0))
         return x + conv.convolve(a, kernels, 1)

@@ -16,7 +16,7 @@ from merestone.layers.state import Field
 from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.ops.triton.attention import TILE, Keys, attend, items
 from merestone.ops.triton.gemm import linear
-from merestone.ops.triton.norms import rms_norm
+from merestone.ops.triton.norms import add_rms_norm, rms_norm
 from merestone.ops.triton.pages import write_rows
 
 _HEIGHT = 16
@@ -66,7 +66,7 @@ class GpuMtp:
         y, chosen = self.attention.forward(
             rms_norm(x, self._attention_norm, self._eps), step, state, None
         )
-        return self._leave(x + y), chosen
+        return self._leave(x, y), chosen
 
     def reach(
         self, chosen: tuple[Tensor, Tensor], tables: Tensor, scratch: Scratch, state: DeviceState
@@ -102,7 +102,7 @@ class GpuMtp:
             query, Keys(scratch.memory, tables), scratch.work[: count * each], seen,
             shape.scale, longest=scratch.width, split=True,
         )  # fmt: skip
-        return self._leave(x + attention.outputs(mixed)), seen
+        return self._leave(x, attention.outputs(mixed)), seen
 
     def _enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         parts = (
@@ -111,6 +111,6 @@ class GpuMtp:
         )
         return linear(torch.cat(parts, 1), self._join)
 
-    def _leave(self, x: Tensor) -> Tensor:
-        x = x + self._mlp.forward(rms_norm(x, self._mlp_norm, self._eps))
-        return rms_norm(x, self._norm, self._eps)
+    def _leave(self, x: Tensor, y: Tensor) -> Tensor:
+        x, a = add_rms_norm(x, y, self._mlp_norm, self._eps)
+        return add_rms_norm(x, self._mlp.forward(a), self._norm, self._eps)[1]

@@ -65,6 +65,32 @@ def _rms_norm(
 
 
 @triton.jit(do_not_specialize=["M"])
+def _add_rms_norm(
+    x,
+    y,
+    weight,
+    total,
+    out,
+    M,
+    eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Grid: (blocks of ROWS rows). All dense; the sum is rounded before it is normed."""
+    left, row, column, inside = _load_rows(x, WIDTH, M, WIDTH, ROWS, PADDED)
+    right, _, _, _ = _load_rows(y, WIDTH, M, WIDTH, ROWS, PADDED)
+    dtype = x.dtype.element_ty
+    added = (left + right).to(dtype)
+    at = row * WIDTH + column
+    tl.store(total + at, added, mask=inside)
+    wide = added.to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    normal = wide * rms_scale(wide, eps, WIDTH)
+    tl.store(out + at, (normal.to(dtype).to(tl.float32) * factor).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
 def _layer_norm(
     x,
     weight,
@@ -148,6 +174,24 @@ def _rows(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension of x [M, D]; rounded to x's dtype before the weight."""
     return _launch_rms(x, weight, None, eps, x.dtype)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and the :func:`rms_norm` of that: x, y [M, D] dense, of one dtype, as are both
+    results."""
+    assert x.shape == y.shape, (x.shape, y.shape)
+    assert x.dtype == y.dtype, (x.dtype, y.dtype)
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+    rows, padded, warps = _shape(x.shape[1])
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    aligned(x, y, weight, total, out)
+    if x.shape[0]:
+        _add_rms_norm[(blocks(x.shape[0], rows),)](
+            x, y, weight, total, out, x.shape[0], eps,
+            WIDTH=x.shape[1], ROWS=rows, PADDED=padded, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return total, out
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
