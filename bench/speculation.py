@@ -41,10 +41,11 @@ BUNDLED = Path(__file__).parents[1] / "src" / "merestone" / "assets" / "mereston
 
 @dataclass(slots=True)
 class Answer:
-    """One request's: (id, log probability) of each token, how many came in each step, and when the
-    first and the last came, by the clock and by the process's own time."""
+    """One request's: ids, their log probabilities where asked for, how many tokens came in each
+    step, and when the first and the last came, by the clock and by the process's own time."""
 
-    tokens: list[tuple[int, float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     restored: int = 0
     first: tuple[float, float] = (0.0, 0.0)
@@ -80,13 +81,15 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return found
 
 
-def ask(engine: LocalEngine, prompt: Sequence[int], count: int, name: str) -> Answer:
+def ask(
+    engine: LocalEngine, prompt: Sequence[int], count: int, name: str, logprobs: int | None = None
+) -> Answer:
     """``count`` greedy tokens after the prompt, end tokens ignored; ``name`` is its own cache."""
     answer, ended = Answer(), threading.Event()
     request = GenerateRequest(
         f"{name}-{time.perf_counter_ns()}",
         tuple(prompt),
-        SamplingParams(logprobs=0),
+        SamplingParams(logprobs=logprobs),
         max_tokens=count,
         salt=name,
     )
@@ -104,7 +107,8 @@ def _sink(answer: Answer, ended: threading.Event) -> Callable[[list[Event]], Non
             answer.first = answer.first if answer.steps else now
             answer.last = now
             answer.steps.append(len(drawn))
-            answer.tokens += [(e.token, e.logprob.logprob) for e in drawn if e.logprob]
+            answer.tokens += [event.token for event in drawn]
+            answer.logprobs += [event.logprob.logprob for event in drawn if event.logprob]
         for event in events:
             if isinstance(event, Finished):
                 answer.restored = event.cache.restored
@@ -116,16 +120,21 @@ def _sink(answer: Answer, ended: threading.Event) -> Callable[[list[Event]], Non
 def run(
     directory: Path, options: EngineOptions, texts: Sequence[Sequence[int]], count: int
 ) -> tuple[list[Answer], list[Answer]]:
-    """Every text cold, then restored."""
+    """Every text cold, then restored. Bits are compared in a third round: log probabilities are
+    taken on the host, which would be most of a step's time."""
     engine = build_engine(directory, options)
     engine.start()
     try:
         ask(engine, texts[0][:100], 16, "warm-up")
         colds = [ask(engine, text, count, f"t{i}") for i, text in enumerate(texts)]
         again = [ask(engine, text, count, f"t{i}") for i, text in enumerate(texts)]
+        third = [ask(engine, text, count, f"t{i}", 0) for i, text in enumerate(texts)]
     finally:
         engine.stop()
-    for text, cold, restored in zip(texts, colds, again, strict=True):
+    for text, cold, restored, told in zip(texts, colds, again, third, strict=True):
+        if told.tokens != cold.tokens or told.steps != cold.steps:
+            raise WrongResult(f"{options.speculate}: log probabilities change what is drawn")
+        cold.logprobs = told.logprobs
         if (cold.restored, restored.restored) != (0, len(text)):
             raise WrongResult(f"{options.speculate}: {restored.restored} tokens restored")
         if restored.tokens != cold.tokens:
@@ -165,7 +174,7 @@ def measure(
     for kind in kinds:
         cold, restored = run(directory, EngineOptions(speculate=kind, **options), texts, count)
         plain = plain or cold
-        if [a.tokens for a in cold] != [a.tokens for a in plain]:
+        if [(a.tokens, a.logprobs) for a in cold] != [(a.tokens, a.logprobs) for a in plain]:
             raise WrongResult(f"{kind}: an answer differs from the one without speculation")
         report[kind] = {"cold": figures(cold), "restored": figures(restored)}
         print(kind, json.dumps(rounded(report[kind])), flush=True)
@@ -183,6 +192,7 @@ def main(
     true_sizes: Annotated[
         bool, typer.Option("--slice", help="Random layers of published sizes instead.")
     ] = False,
+    layers: Annotated[int, typer.Option(min=4, help="Of the slice.")] = 8,
     kinds: Annotated[str, typer.Option(help="Of speculation; none comes first.")] = "",
     device: Annotated[str, typer.Option()] = "cpu",
     dtype: Annotated[str, typer.Option()] = "float32",
@@ -209,7 +219,8 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         if true_sizes:
             model = Path(scratch)
-            write_glm_slice(model, experts=288, layers=4, mtp=True)
+            write_glm_slice(model, experts=64, layers=layers, mtp=True)
+            report |= {"layers": layers, "experts": 64}
             options["load_format"] = "random"
         try:
             report |= measure(model, options, kinds.split(","), texts, count)

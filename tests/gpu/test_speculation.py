@@ -52,18 +52,20 @@ class Noted(GpuReal):
         super().__init__(model, drafter, **options)
         self.made: dict[tuple, list[int]] = {}
         runner = self.engine.device
-        fetch = runner.drafter.fetch
+        proposed = runner.drafter.proposed
 
         def noted():
-            found = fetch()
-            for number, drafts in found.items():
+            found = proposed()
+            ids = found.ids.tolist() if found else []
+            for number, places in (found.places if found else {}).items():
+                drafts = [ids[place] for place in places]
                 slot = runner.slots[number]
                 text = slot.ids(0, len(slot.tokens) + len(slot.output))
                 key = text, slot.params.temperature, slot.params.seed, slot.choice
                 assert self.made.setdefault(key, drafts) == drafts
             return found
 
-        runner.drafter.fetch = noted
+        runner.drafter.proposed = noted
 
 
 class Drafting(Noted):

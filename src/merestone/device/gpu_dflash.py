@@ -2,7 +2,7 @@
 
 Knows rows, slots and the draft. Must not know how drafts are verified. The features of a decoding
 step are kept in a memory of their own, so that their observation and the blocks replay as one CUDA
-graph; those of a prefill are observed before it. The host fetches the drafts at the next step.
+graph; those of a prefill are observed before it. The next step takes the drafts on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from merestone.device.gpu_passes import MIXED, Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import GpuState
 from merestone.device.gpu_tables import Ints
-from merestone.device.gpu_turn import Parts, Turn, fill_noise, noise_of, noise_sizes
+from merestone.device.gpu_turn import Parts, Proposed, Turn, fill_noise, noise_of, noise_sizes
 from merestone.layers.state import Field
 from merestone.models.dflash import GROUP
 from merestone.models.gpu import GpuModel
@@ -128,12 +128,14 @@ class GpuDFlashDrafting:
 
     # -- the host's side ------------------------------------------------------------------------
 
-    def fetch(self) -> dict[int, list[int]]:
-        """The drafts that the last step proposed, by slot."""
+    def proposed(self) -> Proposed | None:
+        """What the last step proposed, until the next one."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
-            return {}
-        return dict(zip(waiting, self._ids[: len(waiting)].tolist(), strict=True))
+            return None
+        each = range(self.depth)
+        places = {slot: [i * self.depth + at for at in each] for i, slot in enumerate(waiting)}
+        return Proposed(self._ids.flatten(), places)
 
     def keep(self, works: Sequence[Work]) -> None:
         """Before a pass: nothing of what came before it is needed."""

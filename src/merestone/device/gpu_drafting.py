@@ -2,7 +2,7 @@
 
 Knows rows, slots and the layer. Must not know how drafts are verified. Hidden rows of a decoding
 step are read from the slots' rings, so that observation and all passes replay as one CUDA graph;
-those of a prefill come from the pass itself. The host fetches the drafts at the next step.
+those of a prefill come from the pass itself. The next step takes the drafts on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from merestone.device.gpu_passes import Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import Key, Tables
-from merestone.device.gpu_turn import Parts, Turn, fill_noise, noise_of, noise_sizes
+from merestone.device.gpu_turn import Parts, Proposed, Turn, fill_noise, noise_of, noise_sizes
 from merestone.layers.state import Field
 from merestone.models.glm5_next_mtp import GROUP
 from merestone.models.gpu import GpuModel
@@ -74,13 +74,14 @@ class GpuDrafting:
 
     # -- the host's side ------------------------------------------------------------------------
 
-    def fetch(self) -> dict[int, list[int]]:
-        """The drafts that the last step proposed, by slot."""
+    def proposed(self) -> Proposed | None:
+        """What the last step proposed, until the next one."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
-            return {}
-        ids = self._ids[:, : len(waiting)].t().tolist()
-        return dict(zip(waiting, ids, strict=True))
+            return None
+        each = range(0, self._ids.numel(), self._slots)
+        places = {slot: [at + i for at in each] for i, slot in enumerate(waiting)}
+        return Proposed(self._ids.flatten(), places)
 
     def keep(self, works: Sequence[Work]) -> None:
         """Before a pass: keep the hidden rows that come before its own."""

@@ -8,7 +8,7 @@ asks for more than the best id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,13 +65,16 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A plan that runs, and what its result is made of."""
+    """A plan that runs, and what its result is made of: ``found``, from its ``known``-th value on
+    that of ``sampling``; before, drafts: those of each slot in ``told``, at its places."""
 
     plan: StepPlan
     moved: list[Work]
     passed: Passed | None
     scored: dict[int, tuple[TokenLogprob, ...]]
     sampling: Sampling
+    known: int
+    told: list[tuple[GpuSlot, list[int]]]
     found: Arriving
 
 
@@ -111,30 +114,36 @@ class GpuRunner:
 
     def _launch(self, plan: StepPlan) -> _Launched:
         verdicts: list[Tensor] = [self._copy(plan.saves)]
-        for number, drafts in (self.drafter.fetch() if self.drafter else {}).items():
-            self.slots[number].proposed = drafts
+        proposed = self.drafter.proposed() if self.drafter else None
+        drafted = proposed.places if proposed else {}
+        told = [(self.slots[number], places) for number, places in drafted.items()]
         for slot in plan.frees:
             self.slots.pop(slot, None)
         for admit in plan.admits:
             self.slots[admit.slot] = self._admit(admit)
         self._bind(plan)
         self._copy(plan.before)
-        computed = [self._with_drafts(work) for work in plan.works if work.start < work.end]
+        computed = [
+            self._with_drafts(work, drafted) for work in plan.works if work.start < work.end
+        ]
         self._remember(plan.works)
-        passed = self._forward(computed, self._fed(plan))
+        fed = proposed.feed(computed) if proposed else self._fed(plan)
+        passed = self._forward(computed, fed)
         scored = self._score_prompts(computed, passed)
         moved = [work for work in computed if work.advance_frames]
         verdicts += [self._judge_anchors(moved), self._copy(plan.after)]
         if passed is not None:
             passed = self._held(passed)
+        verdicts.append(proposed.ids if proposed else self._nothing[:0])
+        known = sum(len(part) for part in verdicts)
         sampling = Sampling([work for work in plan.works if work.sample], self.slots)
         if sampling.rows:
             verdicts += sampling.launch(self.passes.sample(sampling.rows))
         # Without a verdict, too, a step is waited for, or its buffers would be written again.
         verdicts.append(self._nothing)
         found = torch.cat(verdicts)
-        self._drawn = found, len(plan.saves) + len(moved) + len(plan.after), sampling
-        return _Launched(plan, moved, passed, scored, sampling, Arriving(found))
+        self._drawn = found, known, sampling
+        return _Launched(plan, moved, passed, scored, sampling, known, told, Arriving(found))
 
     @torch.inference_mode()
     def _land(self, launched: _Launched) -> StepResult:
@@ -145,14 +154,18 @@ class GpuRunner:
         plan, moved, sampling = launched.plan, launched.moved, launched.sampling
         passed = launched.passed
         found = launched.found.values()[:-1]
-        saves, anchors, after, rest = _cut(found, len(plan.saves), len(moved), len(plan.after))
+        saves, anchors, after, drafts = _cut(
+            found[: launched.known], len(plan.saves), len(moved), len(plan.after)
+        )
+        for slot, places in launched.told:
+            slot.proposed = [drafts[place] for place in places]
         bad_slots = {work.slot for work, bad in zip(moved, anchors, strict=True) if bad}
         bad_saves = [
             (order.frame, order.row)
             for order, bad in zip((*plan.saves, *plan.after), (*saves, *after), strict=True)
             if bad
         ]
-        tokens = sampling.results(rest, bad_slots)
+        tokens = sampling.results(found[launched.known :], bad_slots)
         results = tuple(_result(work, tokens, launched.scored) for work in plan.works)
         if self.drafter is not None:
             self._turn(plan.works, results, passed, bad_slots)
@@ -214,13 +227,16 @@ class GpuRunner:
 
     # -- the pass -------------------------------------------------------------------------------
 
-    def _with_drafts(self, work: Work) -> Work:
-        """``work`` as the pass computes it: with rows for its drafts, a place for a fed id."""
+    def _with_drafts(self, work: Work, drafted: Mapping[int, object]) -> Work:
+        """``work`` as the pass computes it: with rows for its drafts, places for fed ids.
+        ``drafted``: slots whose drafts are on the device alone."""
         if work.fed:
             return replace(work, tokens=(0,))
         if not work.drafts:
             return work
-        drafts = tuple(self.slots[work.slot].drafts[: work.drafts])
+        drafts = (0,) * work.drafts
+        if work.slot not in drafted:
+            drafts = tuple(self.slots[work.slot].drafts[: work.drafts])
         return replace(work, end=work.end + work.drafts, tokens=(*work.tokens, *drafts))
 
     def _fed(self, plan: StepPlan) -> Fed | None:

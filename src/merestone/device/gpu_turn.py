@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from merestone.device.gpu_passes import Fed, rows_of
 from merestone.device.gpu_tables import Ints
 from merestone.ops.triton.follow import Noise
 from merestone.sched.plan import SamplingParams, Work
@@ -45,6 +46,26 @@ class Turn:
     @property
     def start(self) -> int:
         return self.work.start
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """Drafts on the device: ``ids`` int32, flat, in which ``places`` has those of each slot."""
+
+    ids: Tensor
+    places: dict[int, list[int]]
+
+    def feed(self, works: Sequence[Work]) -> Fed | None:
+        """Where rows of the pass over ``works`` take their ids from: those of these drafts."""
+        rows: list[int] = []
+        places: list[int] = []
+        for work, row in zip(works, rows_of(works), strict=True):
+            assert not work.fed, "a plan ahead has no drafts"
+            if work.drafts and work.slot in self.places:
+                end = row + work.end - work.start
+                rows += range(end - work.drafts, end)
+                places += self.places[work.slot][: work.drafts]
+        return Fed(self.ids, rows, places) if rows else None
 
 
 class Parts:
