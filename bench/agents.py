@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+import numpy as np
+
 from bench.chart import chart
 from merestone.core.cache import Cache, CacheSpec
 from merestone.core.geometry import GroupSpec
@@ -66,7 +68,8 @@ class CountingDevice:
 
     def run(self, plan: StepPlan) -> StepResult:
         for admit in plan.admits:
-            self._seeds[admit.slot] = hash(admit.tokens[: admit.prompt])
+            ids = np.frombuffer(admit.tokens, np.int32)
+            self._seeds[admit.slot] = hash(tuple(ids[: admit.prompt].tolist()))
         rows = sum(work.end - work.start for work in plan.works)
         self.rows += rows
         self.seconds += STEP_S + ROW_S * rows

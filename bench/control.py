@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+import numpy as np
 
 from merestone.core.geometry import GroupSpec
 from merestone.engine.facts import Facts
@@ -52,8 +53,9 @@ def decode(step: int, sequences: int) -> StepPlan:
 def prompt(step: int, tokens: int) -> StepPlan:
     """A step that admits a long prompt and computes its first 4,096 rows."""
     ids = tuple(range(tokens))
+    known = np.arange(tokens, dtype=np.int32).tobytes()
     works = (Work(0, 0, 4096, ids[:4096], (), 0, (), 4096, tuple(range(16)), False),)
-    return StepPlan(step, admits=(Admit(0, ids, tokens, 0, SamplingParams()),), works=works)
+    return StepPlan(step, admits=(Admit(0, known, tokens, 0, SamplingParams()),), works=works)
 
 
 def measure(ranks: int) -> dict[str, object]:

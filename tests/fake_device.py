@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from merestone.core.cache import CacheSpec
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows, LoadHidden, PageDelta, SaveHidden
@@ -124,7 +126,9 @@ class FakeDevice:
             self.slots.pop(slot, None)
         for admit in plan.admits:
             assert admit.slot not in self.slots, f"slot {admit.slot} is taken"
-            self.slots[admit.slot] = slot = FakeSlot(prefix_hashes(admit.tokens), admit.choice)
+            self.slots[admit.slot] = slot = FakeSlot(
+                prefix_hashes(np.frombuffer(admit.tokens, np.int32)), admit.choice
+            )
             for delta in admit.pages:
                 slot.bind(delta)
         for order in plan.before:

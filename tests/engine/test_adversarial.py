@@ -274,6 +274,7 @@ def test_two_live_requests_of_one_id() -> None:
     "change",
     [
         *({"max_tokens": -1}, {"n": 0}, {"boundaries": ((3, "nonsense"),)}),
+        *({"tokens": (1, VOCAB)}, {"tokens": (1, -1)}, {"tokens": (1, 2**31)}),
         {"params": SamplingParams(logit_bias=((VOCAB, 1.0),))},
         {"params": SamplingParams(min_tokens=2, banned=(VOCAB,))},
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,7 +106,10 @@ def test_a_block_of_drafts_has_the_plain_bits() -> None:
 def test_rows_that_are_not_finite_mark_their_slot() -> None:
     """Whatever the device found in them: no id of such a row is used, nor looked up."""
     greedy, drawn = SamplingParams(logprobs=2), SamplingParams(temperature=1.0)
-    slots = {i: GpuSlot((1, 2), 2, 0, how) for i, how in enumerate((greedy, greedy, drawn))}
+    slots = {
+        i: GpuSlot(np.array([1, 2], np.int32), 2, 0, how)
+        for i, how in enumerate((greedy, greedy, drawn))
+    }
     works = [Work(i, 1, 2, (2,), (), 0, (), 0, (), True) for i in slots]
     sampling = Sampling(works, slots)
     logits = torch.randn(3, 8, device=DEVICE)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from merestone.device.gpu_passes import Sampled
+from merestone.device.gpu_tables import Ints
 from merestone.device.slots import Slot
 from merestone.ops.sampler import logprob, penalised, plain_greedy, sample
 from merestone.ops.triton.draw import draw, draws
@@ -29,7 +31,7 @@ class GpuSlot:
     seen, -1 before the slot's first step.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Ints
     prompt: int
     choice: int
     params: SamplingParams
@@ -41,7 +43,8 @@ class GpuSlot:
 
     @classmethod
     def admit(cls, admit: Admit) -> GpuSlot:
-        return cls(admit.tokens, admit.prompt, admit.choice, admit.params)
+        tokens = np.frombuffer(admit.tokens, np.int32)
+        return cls(tokens, admit.prompt, admit.choice, admit.params)
 
     @property
     def drafts(self) -> list[int]:
@@ -52,7 +55,7 @@ class GpuSlot:
         """Known ids of positions [first, end)."""
         known = len(self.tokens)
         later = self.output[max(first - known, 0) : max(end - known, 0)]
-        return (*self.tokens[first:end], *later)
+        return (*self.tokens[first:end].tolist(), *later)
 
     def append(self, token: int) -> None:
         self.output.append(token)
@@ -61,8 +64,9 @@ class GpuSlot:
 
     def history(self) -> tuple[Tensor, Tensor]:
         """Ids of the prompt, and of what follows it, int64."""
-        later = [*self.tokens[self.prompt :], *self.output]
-        return torch.tensor(self.tokens[: self.prompt]), torch.tensor(later, dtype=torch.int64)
+        known = torch.from_numpy(self.tokens.astype(np.int64))
+        later = torch.tensor(self.output, dtype=torch.int64)
+        return known[: self.prompt], torch.cat([known[self.prompt :], later])
 
 
 def drawable(params: SamplingParams) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +44,8 @@ class Slot:
     @classmethod
     def admit(cls, admit: Admit, groups: tuple[str, ...]) -> Slot:
         tables = {group: torch.full((16,), -1, dtype=torch.int64) for group in groups}
-        ids, known = torch.tensor(admit.tokens, dtype=torch.int64), len(admit.tokens)
-        slot = cls(ids, known, admit.prompt, admit.choice, admit.params, tables)
+        ids = torch.from_numpy(np.frombuffer(admit.tokens, np.int32).astype(np.int64))
+        slot = cls(ids, len(ids), admit.prompt, admit.choice, admit.params, tables)
         for delta in admit.pages:
             slot.bind(delta)
         return slot

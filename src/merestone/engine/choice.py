@@ -26,12 +26,12 @@ from merestone.engine.api import (
     TokenEvent,
 )
 from merestone.sched.plan import WorkResult
-from merestone.sched.request import Sequence
+from merestone.sched.request import Sequence, Tokens
 from merestone.sched.tally import Tally
 
 
-def check(request: GenerateRequest, info: EngineInfo) -> None:
-    """Refuse what can never run.
+def check(request: GenerateRequest, info: EngineInfo) -> Tokens:
+    """Refuse what can never run. Returns the prompt's ids, int32 [n].
 
     Raises:
         EngineRefusal: with a stable code, and the numbers in its message.
@@ -49,17 +49,34 @@ def check(request: GenerateRequest, info: EngineInfo) -> None:
             f"{prompt + output}: {prompt} in the prompt and {output} in the completion.",
         )
     biased = [token for token, _ in request.params.logit_bias]
-    ids = (*request.tokens, *biased, *request.params.banned)
-    if min(ids) < 0 or max(ids) >= size:  # of a long prompt a loop takes longer than its replay
-        token = next(token for token in ids if not 0 <= token < size)
-        raise EngineRefusal("invalid_token_id", f"token ids must lie in [0, {size}), not {token}")
+    ids = _ids(request.tokens, size)
+    _ids((*biased, *request.params.banned), size)
     for at, kind in (*request.boundaries, *request.ends):
         if kind not in tuple(Kind):
             raise EngineRefusal("invalid_boundary", f"{kind!r} at {at} is no kind of boundary")
+    return ids
+
+
+def _ids(tokens: tuple[int, ...], size: int) -> Tokens:
+    """Ids of a vocabulary of ``size``, int32, not to be written to: answers share them.
+
+    Of a long prompt a loop takes longer than the device's part of a replay: this is the only one.
+    """
+    try:
+        ids = np.fromiter(tokens, np.int32, len(tokens))
+        good = ids.size == 0 or bool(ids.min() >= 0 and ids.max() < size)
+    except OverflowError:
+        good = False
+    if good:
+        ids.setflags(write=False)
+        return ids
+    token = next(token for token in tokens if not 0 <= token < size)
+    raise EngineRefusal("invalid_token_id", f"token ids must lie in [0, {size}), not {token}")
 
 
 def sequence_of(
     request: GenerateRequest,
+    ids: Tokens,
     choice: int,
     root: Root,
     arrival: int,
@@ -68,16 +85,17 @@ def sequence_of(
     shared: bool,
     grid: int,
 ) -> Sequence:
-    """One of a request's answers, which may take ``limit`` tokens where the request names no limit.
-    ``shared``: its boundaries are for others, too; with a ``grid`` they are its multiples."""
-    prompt = len(request.tokens)
+    """One of a request's answers to its prompt ``ids``; it may take ``limit`` tokens where the
+    request names no limit. ``shared``: its boundaries are for others, too; with a ``grid`` they are
+    its multiples."""
+    prompt = len(ids)
     wanted = [(at, Kind(kind)) for at, kind in request.boundaries] if shared else []
     return Sequence(
         id=request.id,
         choice=choice,
         root=root,
         prompt=prompt,
-        buffer=np.array(request.tokens, np.int32),
+        buffer=ids,
         known=prompt,
         params=request.params,
         max_tokens=limit if request.max_tokens is None else request.max_tokens,

@@ -34,7 +34,7 @@ from merestone.engine.report import cache_view, engine_stats
 from merestone.sched.ahead import plan_ahead
 from merestone.sched.flight import Outcome
 from merestone.sched.loss import lose_device
-from merestone.sched.request import Sequence
+from merestone.sched.request import Sequence, Tokens
 from merestone.sched.scheduler import Scheduler
 from merestone.store.stores import Stores
 
@@ -104,14 +104,14 @@ class LocalEngine:
     # -- front: any thread ----------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        check(request, self.info)
+        ids = check(request, self.info)
         with self.wake:
             if self.stopping:
                 raise EngineRefusal("engine_stopped", "the engine has stopped")
             if request.id in self.live:
                 raise EngineRefusal("duplicate_id", f"request {request.id!r} is still running")
             self.live.add(request.id)
-            self.inbox.append(lambda: self._add(request, sink))
+            self.inbox.append(lambda: self._add(request, ids, sink))
             self.wake.notify()
 
     def abort(self, request_id: str) -> None:
@@ -342,7 +342,7 @@ class LocalEngine:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _add(self, request: GenerateRequest, sink: Sink) -> None:
+    def _add(self, request: GenerateRequest, ids: Tokens, sink: Sink) -> None:
         now = self.clock()
         shared = request.cache and self.retention.mode != "none"
         grid = self.retention.grid
@@ -352,7 +352,7 @@ class LocalEngine:
         for number in range(request.n):
             self.arrivals += 1
             sequence = sequence_of(
-                request, number, root, self.arrivals, limit, shared=shared, grid=grid
+                request, ids, number, root, self.arrivals, limit, shared=shared, grid=grid
             )
             text = request.text() if request.text else None
             choices.append(Choice(request, sequence, sink, text, now, shared, self.off_grid))

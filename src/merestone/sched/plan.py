@@ -41,11 +41,12 @@ class SamplingParams(Struct, frozen=True, array_like=True):
 
 class Admit(Struct, frozen=True, array_like=True):
     """A request takes a slot. ``tokens`` are all ids known so far, the first ``prompt`` of them
-    the prompt (penalties distinguish the two). ``choice`` numbers the answers of one request.
-    ``pages`` are the restored page tables."""
+    the prompt (penalties distinguish the two), as int32 in one piece: a long prompt as a tuple
+    costs more than its replay. ``choice`` numbers the answers of one request. ``pages`` are the
+    restored page tables."""
 
     slot: int
-    tokens: tuple[int, ...]
+    tokens: bytes
     prompt: int
     choice: int
     params: SamplingParams

@@ -172,9 +172,8 @@ class Scheduler:
         if missed:
             seq.lost = f"store_{missed}"
         self.running.append(seq)
-        tokens = tuple(seq.tokens.tolist())
-        pages = self.cache.deltas(seq.lease)
-        flight.admits.append(Admit(seq.slot, tokens, seq.prompt, seq.choice, seq.params, pages))
+        ids, pages = seq.tokens.tobytes(), self.cache.deltas(seq.lease)
+        flight.admits.append(Admit(seq.slot, ids, seq.prompt, seq.choice, seq.params, pages))
         if origin is not None:
             flight.before.append(LoadHidden(seq.slot, origin.at, *origin.hidden))
             flight.restored.append((seq, origin))
