@@ -84,6 +84,11 @@ def _lease(cache: Cache, lease: Lease) -> None:
             low = max(low, lease.anchor - group.lag - group.window)
         useless = range(first, min(low // (group.page * group.shard), last + 1))
         assert not useless, f"{name}: pages {useless} of {group.name} lie before row {low}"
+        if lease.room:
+            page = max(lease.rows - group.lag, 0) // (group.page * group.shard)
+            own = frames[max(page - first, 0) :]
+            assert lease.room <= (last + 1) * group.page * group.shard, f"{name}: room"
+            assert (cache.pool.appender[own] == lease.id).all(), f"{name}: room in others' pages"
     retired = [int(frame) for frames in lease.retired for frame in frames]
     _distinct(name, [*_pages(lease.pages), *lease.anchor_frames, *retired])
 

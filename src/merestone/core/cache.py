@@ -8,7 +8,6 @@ One thread calls it. Nothing here depends on the order of a set or on chance.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,29 +16,11 @@ from merestone.core.frames import FramePool, Frames, HiddenRows
 from merestone.core.geometry import GroupSpec
 from merestone.core.index import Tokens
 from merestone.core.orders import CopyRows, PageDelta
-from merestone.core.runs import Move, plan_move, run_at, unwritten
+from merestone.core.runs import Extension, Move, plan_move, room, run_at, unwritten
 from merestone.core.shelf import Counters, OutOfFrames, Shelf, count
 from merestone.core.spec import CacheSpec
 
 __all__ = ["Cache", "CacheSpec", "Counters", "Extension", "Lease", "Match", "OutOfFrames"]
-
-
-@dataclass(frozen=True)
-class Extension:
-    """What a step must know of a lease's growth.
-
-    ``copies`` run before the step's rows are written; ``deltas`` are the page table entries that
-    changed (dropped pages are not reported: the step still reads them, and nothing after it
-    does). ``advance_frames``: where the new anchor goes, () if it stays. In each group the step
-    writes rows from ``GroupSpec.floor(anchor)`` on: below, there may be no page for them.
-    ``drafts`` and ``propose``: what there is room for.
-    """
-
-    copies: tuple[CopyRows, ...]
-    deltas: tuple[PageDelta, ...]
-    advance_frames: tuple[int, ...]
-    drafts: int = 0
-    propose: int = 0
 
 
 class Cache:
@@ -149,9 +130,16 @@ class Cache:
         assert lease.rows <= rows
         assert lease.anchor <= anchor <= rows
         assert anchor % self.spec.chunk == 0
+        if anchor == lease.anchor and rows + drafts <= lease.room:
+            lease.rows = rows
+            if lease.origin is not None:
+                self.shelf.touch(lease.origin, now)
+            return Extension((), (), (), drafts, propose)
         moves: list[tuple[GroupSpec, Move]] = []
+        appends = True
         for group in self.spec.groups:
             reach = group.reach(rows, drafts, propose > 0)
+            appends &= reach > unwritten(group, lease)
             move = plan_move(group, lease, reach, anchor, self._appends(lease, group))
             if move is not None:
                 moves.append((group, move))
@@ -163,6 +151,7 @@ class Cache:
         for group, move in moves:
             self._apply(lease, group, move, copies, deltas)
         lease.rows = rows
+        lease.room = room(self.spec.groups, lease) if appends else 0
         if moved:
             lease.anchor = anchor
             if self._fresh_anchor(lease):

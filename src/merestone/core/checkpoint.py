@@ -95,7 +95,9 @@ class Lease:
 
     ``rows`` tokens are computed or planned for good, from the anchor at ``anchor`` on in
     ``pages``'s open group; the pages of drafts lie above, and have nothing in them that counts.
-    ``retired`` holds what the steps in flight still read, until they settle.
+    ``retired`` holds what the steps in flight still read, until they settle. While the anchor
+    stays, ``room`` rows, those of drafts included, take no other pages, and the lease is the
+    appender of those it has for them; 0: nobody knows.
 
         group          0 ........ floor(anchor) ...... rows - lag
         full           |  pages, shared below the origin   | drafts
@@ -110,6 +112,7 @@ class Lease:
     pages: dict[str, PageRun]
     origin: Checkpoint | None
     retired: list[Frames] = field(default_factory=list)
+    room: int = 0
     live: bool = True
 
     def frames(self) -> Frames:

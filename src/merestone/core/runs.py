@@ -5,10 +5,29 @@ Knows one group's geometry and a run of pages. Must not know who else holds them
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from merestone.core.checkpoint import Checkpoint, Lease, PageRun
 from merestone.core.geometry import GroupSpec
+from merestone.core.orders import CopyRows, PageDelta
+
+
+class Extension(NamedTuple):
+    """What a step must know of a lease's growth.
+
+    ``copies`` run before the step's rows are written; ``deltas`` are the page table entries that
+    changed (dropped pages are not reported: the step still reads them, and nothing after it
+    does). ``advance_frames``: where the new anchor goes, () if it stays. In each group the step
+    writes rows from ``GroupSpec.floor(anchor)`` on: below, there may be no page for them.
+    ``drafts`` and ``propose``: what there is room for.
+    """
+
+    copies: tuple[CopyRows, ...]
+    deltas: tuple[PageDelta, ...]
+    advance_frames: tuple[int, ...]
+    drafts: int = 0
+    propose: int = 0
 
 
 class Move(NamedTuple):
@@ -50,6 +69,15 @@ def plan_move(
     if end == stop and (begin == first or not frames.size):
         return None
     return Move(begin, max(begin, stop), end, 0)
+
+
+def room(groups: Iterable[GroupSpec], lease: Lease) -> int:
+    """Where the pages of the shortest run end, those of drafts included."""
+    return min(
+        (first + frames.size) * group.span
+        for group in groups
+        for first, frames in [lease.pages[group.name]]
+    )
 
 
 def unwritten(group: GroupSpec, lease: Lease) -> int:
