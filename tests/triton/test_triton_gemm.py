@@ -65,6 +65,18 @@ def test_a_batch_is_its_items(draw) -> None:
     assert torch.equal(linear(heads, w), linear(heads.contiguous(), w))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [4096, 8192])
+def test_a_batch_is_its_items_at_true_shapes(draw, n: int) -> None:
+    """Two parts of a row, each with a weight of its own: decays and output gates."""
+    x, w = draw(2048, 2, 128).bfloat16(), (draw(2, n, 128) * 128**-0.5).bfloat16()
+    for rows in (1, 2, 16, 17, 64, 65, 512, 2048):
+        some = x[:rows]
+        out = linear(some.transpose(0, 1), w)
+        for part in (0, 1):
+            assert torch.equal(out[part], linear(some[:, part], w[part])), (rows, part)
+
+
 @pytest.mark.usefixtures("ordered_dot")
 def test_depth_need_not_divide_k(draw) -> None:
     x, w = draw(3, 40), draw(9, 40)

@@ -40,9 +40,9 @@ class GpuKda:
         # Strengths last: there are few of them, and parts must start on the vector grid.
         spare = -strength.shape[0] % _VECTOR
         self._inputs = torch.cat([both, decay, gate, strength, both.new_zeros(spare, s.hidden)])
-        self._splits = [3 * s.width, s.dim, s.dim, s.heads, spare]
-        self._decay = layer._decay.to(device)
-        self._gate = layer._gate.to(device)
+        self._splits = [3 * s.width, 2 * s.dim, s.heads, spare]
+        # Of decays and output gates: both are products of as many columns.
+        self._gates = torch.stack([layer._decay, layer._gate]).to(device)
         self._out = layer._out.to(device)
         self._conv = layer._conv.to(device)
         self._bias = layer._bias.to(device).flatten()
@@ -60,8 +60,8 @@ class GpuKda:
     def forward(self, x: Tensor, step: Step, state: DeviceState) -> Tensor:
         """[N, hidden] -> [N, hidden]; writes open rows, caches and ordered anchors."""
         s = self.shape
-        r, decay, gate, strength, _ = torch.split(linear(x, self._inputs), self._splits, 1)
-        decay = linear(decay, self._decay)
+        r, low, strength, _ = torch.split(linear(x, self._inputs), self._splits, 1)
+        decay, gates = linear(low.view(-1, 2, s.dim).transpose(0, 1), self._gates)
         pages = state.rows(self.layer, "r")
         rows = step.row_sequence, step.row_position
         for name, value in (("r", r), ("gate", decay), ("beta", strength)):
@@ -71,8 +71,7 @@ class GpuKda:
         mixed = conv(r, pages, tail, self._conv, *rows, step.sequences)
         out = self._recur(mixed, decay, strength, step.passes, state)
         write_tail(r, pages, tail, step.sequences, step.advance, step.advance_frames)
-        gates = linear(gate, self._gate).view(-1, s.dim)
-        out = gated_rms_norm(out.view(-1, s.dim), self._norm, gates, s.rms_eps)
+        out = gated_rms_norm(out.view(-1, s.dim), self._norm, gates.view(-1, s.dim), s.rms_eps)
         return summed_linear(out.view(-1, s.width), self._out, self._world)
 
     def rebuild(self, old: Rebuild, state: DeviceState) -> None:
