@@ -34,9 +34,14 @@ class Answer:
 
 
 def ask(
-    engine: LocalEngine, prompts: Sequence[Sequence[int]], tokens: int, salt: str = ""
+    engine: LocalEngine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    salt: str = "",
+    logprobs: int | None = None,
 ) -> list[Answer]:
-    """``tokens`` greedy tokens after each prompt, all submitted at once.
+    """``tokens`` greedy tokens after each prompt, all submitted at once. Log probabilities are
+    taken on the host, row by row: times are those of requests without.
 
     Raises:
         TimeoutError: an answer does not come.
@@ -48,7 +53,7 @@ def ask(
         request = GenerateRequest(
             id=f"bench-{next(_numbers)}",
             tokens=tuple(prompt),
-            params=SamplingParams(logprobs=2),
+            params=SamplingParams(logprobs=logprobs),
             max_tokens=tokens,
             salt=salt,
         )

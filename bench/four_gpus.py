@@ -21,6 +21,7 @@ import torch
 import typer
 
 from bench.asking import ask
+from bench.multi_gpu import BITS
 from bench.serving import merestone_process
 from merestone import __version__
 from merestone.engine.build import EngineOptions, over_ranks
@@ -61,7 +62,7 @@ def killed_in_a_seal(model: Path, device: str, dcp: int) -> dict[str, Any]:
     try:
         vocab = engine.info.vocab_size
         prompts = [stream(700, number, vocab=vocab) for number in range(8)]
-        (before,) = ask(engine, prompts[:1], 8)
+        (before,) = ask(engine, prompts[:1], 8, "", BITS)
         while engine.ask(lambda: engine.scheduler.busy):
             time.sleep(0.01)  # the answer's own seal is none of this
         order.touch()
@@ -71,8 +72,8 @@ def killed_in_a_seal(model: Path, device: str, dcp: int) -> dict[str, Any]:
         lost = [answer.error for answer in answers if answer.error]
         while engine.health()["status"] == "restarting":
             time.sleep(0.1)
-        (after,) = ask(engine, prompts[:1], 8)
-        (again,) = ask(engine, prompts[:1], 8)
+        (after,) = ask(engine, prompts[:1], 8, "", BITS)
+        (again,) = ask(engine, prompts[:1], 8, "", BITS)
         sessions = engine.health()["sessions"]
     finally:
         engine.stop()

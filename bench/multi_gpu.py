@@ -29,6 +29,7 @@ from merestone.probe.streams import stream
 STREAMS = 8
 SHORT, DECODED = 64, 65
 RUNS = 3
+BITS = 2  # log probabilities of each token, where bits are compared
 
 
 class WrongResult(Exception):
@@ -41,7 +42,7 @@ def alike(cold: Answer, warm: Answer, restored: int, what: str) -> None:
         raise WrongResult(f"{what}: {cold.error or warm.error}")
     if warm.restored != restored:
         raise WrongResult(f"{what}: {warm.restored} of {restored} tokens restored")
-    if warm.logprobs != cold.logprobs:
+    if (warm.ids, warm.logprobs) != (cold.ids, cold.logprobs):
         raise WrongResult(f"{what}: other ids or log probabilities than the cold run's")
 
 
@@ -57,8 +58,8 @@ def prefill(engine: LocalEngine, length: int) -> dict[str, Any]:
             warms.append(warm.first_s)
         colds.append(cold.first_s)
         onward = [*prompt, *cold.ids, 5]
-        (resumed,) = ask(engine, [onward], 4, salt)
-        (control,) = ask(engine, [onward], 4, f"{salt} cold")
+        (resumed,) = ask(engine, [onward], 4, salt, BITS)
+        (control,) = ask(engine, [onward], 4, f"{salt} cold", BITS)
         alike(control, resumed, length + 3, f"{length} tokens and an answer")
     return {
         "tokens": length,
