@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -289,4 +290,4 @@ def _two(size: int, pinned: bool) -> deque[Tensor]:
 def rows_of(works: Sequence[Work]) -> list[int]:
     """The batch row at which each work's rows begin."""
     lengths = [work.end - work.start for work in works]
-    return [int(at) for at in np.cumsum([0, *lengths[:-1]])]
+    return list(accumulate(lengths[:-1], initial=0))

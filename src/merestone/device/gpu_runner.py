@@ -113,7 +113,7 @@ class GpuRunner:
         return partial(self._land, launched)
 
     def _launch(self, plan: StepPlan) -> _Launched:
-        verdicts: list[Tensor] = [self._copy(plan.saves)]
+        verdicts = self._copy(plan.saves)
         proposed = self.drafter.proposed() if self.drafter else None
         drafted = proposed.places if proposed else {}
         told = [(self.slots[number], places) for number, places in drafted.items()]
@@ -131,11 +131,12 @@ class GpuRunner:
         passed = self._forward(computed, fed)
         scored = self._score_prompts(computed, passed)
         moved = [work for work in computed if work.advance_frames]
-        verdicts += [self._judge_anchors(moved), self._copy(plan.after)]
+        verdicts += [*self._judge_anchors(moved), *self._copy(plan.after)]
         if passed is not None:
             passed = self._held(passed)
-        verdicts.append(proposed.ids if proposed else self._nothing[:0])
-        known = sum(len(part) for part in verdicts)
+        if proposed:
+            verdicts.append(proposed.ids)
+        known = sum(part.shape[0] for part in verdicts)
         sampling = Sampling([work for work in plan.works if work.sample], self.slots)
         if sampling.rows:
             verdicts += sampling.launch(self.passes.sample(sampling.rows))
@@ -186,18 +187,20 @@ class GpuRunner:
     def _device(self, values: np.ndarray) -> Tensor:
         return sent(values, self.state.device)
 
-    def _copy(self, orders: Sequence[Order]) -> Tensor:
-        """Launch orders; for hidden rows saved among them, 1 where a value is not finite."""
+    def _copy(self, orders: Sequence[Order]) -> list[Tensor]:
+        """Launch orders; if hidden rows are saved among them, 1 where a value is not finite."""
+        if not orders:
+            return []
         state = self.state
+        state.copier.run(state.copier.encode(tuple(orders), len(orders)).to(state.device))
         saved = [order for order in orders if isinstance(order, SaveHidden)]
+        if not saved:
+            return []
         bad = torch.empty(len(saved), dtype=torch.int32, device=state.device)
-        if orders:
-            state.copier.run(state.copier.encode(tuple(orders), len(orders)).to(state.device))
-        if saved:
-            rows = [order.slot * RING + (order.at - 1) % RING for order in saved]
-            ring = state.ring.view(-1, state.ring.shape[2])
-            bad_rows(ring, self._device(np.array(rows, np.int32)), bad)
-        return bad
+        rows = [order.slot * RING + (order.at - 1) % RING for order in saved]
+        ring = state.ring.view(-1, state.ring.shape[2])
+        bad_rows(ring, self._device(np.array(rows, np.int32)), bad)
+        return [bad]
 
     def _bind(self, plan: StepPlan) -> None:
         """Take over changed entries of page tables, the last change of an entry."""
@@ -205,6 +208,8 @@ class GpuRunner:
         for admit in plan.admits:
             self._collect(admit.slot, admit.pages, changed)
         for work in plan.works:
+            if not work.pages:
+                continue
             self._collect(work.slot, work.pages, changed)
             drafted = self.slots[work.slot].drafted
             if drafted is not None:
@@ -228,10 +233,8 @@ class GpuRunner:
     # -- the pass -------------------------------------------------------------------------------
 
     def _with_drafts(self, work: Work, drafted: Mapping[int, object]) -> Work:
-        """``work`` as the pass computes it: with rows for its drafts, places for fed ids.
-        ``drafted``: slots whose drafts are on the device alone."""
-        if work.fed:
-            return replace(work, tokens=(0,))
+        """``work`` as the pass computes it: with rows for its drafts. ``drafted``: slots whose
+        drafts are on the device alone."""
         if not work.drafts:
             return work
         drafts = (0,) * work.drafts
@@ -290,13 +293,14 @@ class GpuRunner:
                 scored.append(logprob(row, target, work.prompt_logprobs))
         return tuple(scored)
 
-    def _judge_anchors(self, works: Sequence[Work]) -> Tensor:
-        """1 for each work whose new anchor holds a value that is not finite."""
+    def _judge_anchors(self, works: Sequence[Work]) -> list[Tensor]:
+        """1 for each work, if any, whose new anchor holds a value that is not finite."""
+        if not works:
+            return []
         bad = torch.empty(len(works), dtype=torch.int32, device=self.state.device)
-        if works:
-            frames = np.array([work.advance_frames for work in works], np.int32)
-            bad_anchors(*self._states, self._device(frames), bad)
-        return bad
+        frames = np.array([work.advance_frames for work in works], np.int32)
+        bad_anchors(*self._states, self._device(frames), bad)
+        return [bad]
 
     # -- drafting -------------------------------------------------------------------------------
 

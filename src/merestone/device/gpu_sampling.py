@@ -40,6 +40,14 @@ class GpuSlot:
     drafted: Slot | None = None
     proposed: list[int] = field(default_factory=list)
     observed: int = -1
+    drawable: bool = field(init=False)
+    """Whether the device draws its tokens by itself."""
+    judged: bool = field(init=False)
+    """Whether the device chooses its tokens, the host no more than reads them."""
+
+    def __post_init__(self) -> None:
+        self.drawable = drawable(self.params)
+        self.judged = self.drawable or plain_greedy(self.params)
 
     @classmethod
     def admit(cls, admit: Admit) -> GpuSlot:
@@ -98,7 +106,7 @@ class Sampling:
         row = 0
         for work, slot in self._works:
             for place in range(work.drafts + 1):
-                if drawable(slot.params):
+                if slot.drawable:
                     wanted.append((row, slot.params, work.end + place, slot.choice))
                 row += 1
         verdicts = [sampled.ids, sampled.bad]
@@ -109,7 +117,7 @@ class Sampling:
     def places(self) -> dict[int, int]:
         """Where, in what :meth:`launch` gave, the id of each slot is that the device chose."""
         places = {work.slot: row for row, (work, _) in enumerate(self._works)}
-        drawn = [work.slot for work, slot in self._works if drawable(slot.params)]
+        drawn = [work.slot for work, slot in self._works if slot.drawable]
         assert len(places) == len(self.rows), "drafts are judged by the host"
         return places | {slot: 2 * len(places) + i for i, slot in enumerate(drawn)}
 
@@ -124,7 +132,7 @@ class Sampling:
         for work, slot in self._works:
             own = slice(first, first + work.drafts + 1)
             first = own.stop
-            if drawable(slot.params):
+            if slot.drawable:
                 best[own] = drawn[done : done + work.drafts + 1]
                 done += work.drafts + 1
             result = self._choose(work, slot, own.start, best[own], bad[own])
@@ -139,8 +147,12 @@ class Sampling:
     ) -> WorkResult | None:
         """Tokens from position ``work.end`` on, as far as the drafts are what is drawn; ``ids`` are
         the device's, rows begin at ``first``. None if one of them is of a bad row."""
-        params = slot.params
-        here = plain_greedy(params) or drawable(params)
+        params, here = slot.params, slot.judged
+        if here and not work.drafts and params.logprobs is None:  # mostly: nothing more to do
+            if bad[0]:
+                return None
+            slot.append(ids[0])
+            return WorkResult(work.slot, (ids[0],))
         entries: list[TokenLogprob] = []
 
         def next_token(place: int) -> int:

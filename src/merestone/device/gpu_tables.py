@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ _GRID = 4
 _SPLIT_ROWS = 64
 """Up to so many rows a program for every span of keys; above, enough programs without."""
 _NARROW, _WIDE = 16, 64
+_FED = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,19 @@ def cut_at(work: Work, chunk: int) -> int | None:
     return at
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of works one after another, from each one's ``first`` [S]: ``used`` in all; of each row
+    the ``sequence`` [N] (padding's among them) and its place ``within`` [used] that; and the
+    ``items`` [n, 3] of attention's work."""
+
+    used: int
+    first: Ints
+    sequence: Ints
+    within: Ints
+    items: Ints
+
+
 class Tables:
     """The tables of one key in a buffer of int32. ``heads`` and ``pool`` as in a GpuModel;
     ``frames`` of an anchor."""
@@ -77,11 +93,13 @@ class Tables:
             shapes |= dict.fromkeys(("cut_frames", "rest_frames"), (s, frames))
         shapes["pools"] = (2, -(-(n // pool + s) // _GRID) * _GRID) if pool else (2, 0)
         shapes["work"] = (self._most_items(n, s), 3)
-        self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.size = 0
         for name, shape in shapes.items():
-            self._places[name] = self.size, shape
-            self.size += -(-int(np.prod(shape)) // _GRID) * _GRID
+            entries = prod(shape)
+            self._places[name] = self.size, self.size + entries, shape
+            self.size += -(-entries // _GRID) * _GRID
+        self._last: tuple[bytes, _Rows] | None = None
 
     def _most_items(self, rows: int, sequences: int) -> int:
         if self._pool:
@@ -89,58 +107,65 @@ class Tables:
         return rows * self._heads // self._height + sequences if self._heads else 0
 
     def _part(self, buffer: Any, name: str) -> Any:
-        first, shape = self._places[name]
-        return buffer[first : first + int(np.prod(shape))].reshape(shape)
+        first, end, shape = self._places[name]
+        return buffer[first:end].reshape(shape)
 
     # -- the host's side ------------------------------------------------------------------------
 
     def fill(self, buffer: Ints, works: Rows[Work], padding_slot: int) -> None:
-        """Write the tables of ``works`` (at least one row each) into ``buffer`` [size]."""
+        """Write the tables of ``works`` (at least one row each) into ``buffer`` [size]. Rows that
+        are fed their ids later have none in their work: they are 0."""
         key, count = self.key, len(works)
         assert count <= key.sequences, (count, key)
+        buffer[:] = 0
         t = {name: self._part(buffer, name) for name in self._places}
-        start, end, anchor, advance = (
-            np.array([getattr(w, name) for w in works], np.int32)
-            for name in ("start", "end", "anchor", "advance")
-        )
+        limits = [(w.start, w.end, w.anchor, w.advance, w.slot) for w in works]
+        start, end, anchor, advance, slot = np.array(limits, np.int32).reshape(-1, 5).T
         lengths = end - start
-        row = np.cumsum(lengths, dtype=np.int32) - lengths
-        for name in ("first", "row", "anchor", "end", "advance", "floor"):
-            t[name][:] = 0
-        t["first"][:count], t["end"][:count], t["row"][:count] = start, end, row
+        rows = self._rows(lengths)
+        t["first"][:count], t["end"][:count], t["row"][:count] = start, end, rows.first
         t["anchor"][:count], t["floor"][:count] = anchor, advance
         t["advance"][:count] = np.where(advance > anchor, advance, 0)
-        t["slot"][:] = padding_slot
-        t["slot"][:count] = [w.slot for w in works]
+        t["slot"][:count], t["slot"][count:] = slot, padding_slot
+        nowhere = (-1,) * self._frames
         for name in ("anchor_frames", "advance_frames"):
             t[name][:] = -1
-            for i, work in enumerate(works):
-                if frames := getattr(work, name):
-                    t[name][i] = frames
+            frames = [getattr(w, name) or nowhere for w in works]
+            if any(own is not nowhere for own in frames):
+                t[name][:count] = frames
         if key.cut:
             self._fill_cut(t, works)
-        self._fill_rows(t, works, start, lengths, row)
+        self._fill_rows(t, works, rows, start, lengths)
         if self._pool:
             self._fill_pools(t["pools"], start, end)
-        self._fill_items(t, lengths, row)
+
+    def _rows(self, lengths: Ints) -> _Rows:
+        """What the lengths alone say. Decoding steps have those of the step before."""
+        same = lengths.tobytes()
+        if self._last is None or self._last[0] != same:
+            first = np.cumsum(lengths, dtype=np.int32) - lengths
+            used = int(lengths.sum())
+            assert used <= self.key.rows, (used, self.key)
+            sequence = np.full(self.key.rows, self.key.sequences, np.int32)
+            sequence[:used] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+            within = np.arange(used, dtype=np.int32) - np.repeat(first, lengths)
+            items = self._items(sequence, lengths, first)
+            self._last = same, _Rows(used, first, sequence, within, items)
+        return self._last[1]
 
     def _fill_rows(
-        self, t: dict[str, Ints], works: Rows[Work], start: Ints, lengths: Ints, row: Ints
+        self, t: dict[str, Ints], works: Rows[Work], rows: _Rows, start: Ints, lengths: Ints
     ) -> None:
-        used = int(lengths.sum())
-        assert used <= self.key.rows, (used, self.key)
-        for work, at in zip(works, row.tolist(), strict=True):
-            t["tokens"][at : at + work.end - work.start] = work.tokens
-        t["row_sequence"][:used] = np.repeat(np.arange(len(works), dtype=np.int32), lengths)
-        t["row_position"][:used] = np.arange(used, dtype=np.int32) + np.repeat(start - row, lengths)
+        used = rows.used
+        ids = chain.from_iterable(work.tokens or _FED for work in works)
+        t["tokens"][:used] = np.fromiter(ids, np.int32, used)
+        t["row_sequence"][:] = rows.sequence
+        t["row_position"][:used] = rows.within + np.repeat(start, lengths)
         t["seen"][:used] = t["row_position"][:used] + 1
-        t["row_sequence"][used:] = self.key.sequences
-        for name in ("tokens", "row_position", "seen"):
-            t[name][used:] = 0
+        t["work"][: len(rows.items)] = rows.items
 
     def _fill_cut(self, t: dict[str, Ints], works: Rows[Work]) -> None:
         """Two passes: up to the cut (nothing where there is none), and from there."""
-        t["cut_end"][:] = t["cut_advance"][:] = 0
         t["cut_frames"][:] = -1
         for name in ("first", "row", "anchor", "advance"):
             t[f"rest_{name}"][:] = t[name]
@@ -162,31 +187,27 @@ class Tables:
         before = np.cumsum(counts) - counts
         pools[0, :used] = np.repeat(np.arange(len(start)), counts)
         pools[1, :used] = np.arange(used) + np.repeat(first - before, counts)
-        pools[0, used:] = 0
         pools[1, used:] = -1
 
-    def _fill_items(self, t: dict[str, Ints], lengths: Ints, row: Ints) -> None:
-        """Items of rows x heads: of each sequence, or (where rows select) of each row."""
+    def _items(self, row_sequence: Ints, lengths: Ints, row: Ints) -> Ints:
+        """Items of rows x heads: of each sequence, or (where rows select) of each row; [n, 3]."""
         heads, height, rows = self._heads, self._height, self.key.rows
         if not heads:
-            return
+            return np.zeros((0, 3), np.int32)
         if self._pool:
-            sequence, first = t["row_sequence"], np.arange(rows) * heads
+            sequence, first = row_sequence, np.arange(rows) * heads
             count = np.full(rows, heads)
         else:
             used = int(lengths.sum())
             # The rows of padding are a part too: they see nothing, and are zero.
-            sequence = np.append(np.arange(len(lengths)), self.key.sequences)
+            sequence = np.append(np.arange(len(lengths), dtype=np.int32), self.key.sequences)
             first = np.append(row, used) * heads
             count = np.append(lengths, rows - used) * heads
         each = -(-count // height)
-        total = int(each.sum())
-        within = (np.arange(total) - np.repeat(np.cumsum(each) - each, each)) * height
-        work = t["work"]
-        work[:total, 0] = np.repeat(sequence, each)
-        work[:total, 1] = np.repeat(first, each) + within
-        work[:total, 2] = np.minimum(height, np.repeat(count, each) - within)
-        work[total:] = 0
+        within = (np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)) * height
+        sizes = np.minimum(height, np.repeat(count, each) - within)
+        items = [np.repeat(sequence, each), np.repeat(first, each) + within, sizes]
+        return np.stack(items, 1).astype(np.int32)
 
     # -- the device's side ----------------------------------------------------------------------
 
