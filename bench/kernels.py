@@ -25,13 +25,13 @@ from bench.timing import Call, about_device, copies, microseconds
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows
 from merestone.ops.triton.attention import Keys, attend, items
-from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
 from merestone.ops.triton.hyper import enter, leave
 from merestone.ops.triton.index import choose, members, pool_scores
 from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
+from merestone.ops.triton.kda_inputs import Raw, kda_inputs
 from merestone.ops.triton.norms import gated_rms_norm, l2_norm, log_decay, rms_norm, swiglu
 from merestone.ops.triton.rows import Cells, Sequences
 
@@ -348,16 +348,17 @@ def mixture() -> Iterator[Row]:
 @section
 def rows() -> Iterator[Row]:
     """Everything that passes over rows once."""
-    width = 24576
-    arena = draw(66, 16 * width)
-    pages = arena.view(66, 16, width)
-    tail = Cells(arena, torch.tensor([(0, i * width) for i in range(3)], device="cuda"))
-    taps = draw(4, width, dtype=torch.float32)
+    widths, frame = (3 * 8192, 8192, 64), 1 << 20
+    arena = draw(66, frame)
+    pages = Raw(*(arena.as_strided((66, 16, n), (frame, n, 1)) for n in widths))
+    tail = Cells(arena, torch.tensor([(1, i * 3 * 8192) for i in range(3)], device="cuda"))
+    taps = draw(4, 3 * 8192, dtype=torch.float32)
     for n in (1, 8, 64, 8192):
         numbers = torch.arange(n, dtype=torch.int32, device="cuda")
         zero = torch.zeros(1, dtype=torch.int32, device="cuda")
-        where = Sequences(zero, zero, zero, zero[:, None], zero[:, None])
-        x, raw = draw(n, 4096), draw(n, width)
+        table = torch.zeros(1, 512, dtype=torch.int32, device="cuda")
+        where = Sequences(zero, zero, zero, table, table)
+        x, raw = draw(n, 4096), Raw(*(draw(n, width) for width in widths))
         heads, gates = draw(n * 64, 128, dtype=torch.float32), draw(n * 64, 128)
         streams, small = draw(n, 4, 4096), draw(24, dtype=torch.float32)
         fn = draw(24, 16384, dtype=torch.float32) * 0.01
@@ -366,14 +367,17 @@ def rows() -> Iterator[Row]:
         factor = draw(128, dtype=torch.float32)
         eps = {"eps": 1e-6, "rms_eps": 1e-5, "norm_eps": 1e-5, "iterations": 20}
         passing = enter(streams, fn, small, small, one, **eps)
-        passed = partial(conv, raw, pages, tail, taps, numbers * 0, numbers, where)
+        given = partial(
+            kda_inputs, raw, pages, tail, taps, bias, rate, numbers * 0, numbers, where,
+            eps=1e-6, lowest=-5.0, floor=zero,
+        )  # fmt: skip
         calls: dict[str, tuple[Call, int]] = {
             "rms_norm": (partial(rms_norm, x, one, 1e-5), n * 4096 * 4),
             "l2_norm": (partial(l2_norm, gates, 1e-6), n * 8192 * 4),
             "gated_rms_norm": (partial(gated_rms_norm, heads, factor, gates, 1e-5), n * 65536),
             "swiglu": (partial(swiglu, both, 10.0), n * 4096 * 6),
             "log_decay": (partial(log_decay, both, bias, rate, -5.0), n * 8192 * 6),
-            "conv": (passed, n * width * 4),
+            "kda_inputs": (given, n * 8192 * 26),
             "enter": (partial(enter, streams, fn, small, small, one, **eps), n * 40960),
             "leave": (partial(leave, streams, x, *passing[1:]), n * 4096 * 18),
         }  # fmt: skip

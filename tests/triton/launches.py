@@ -10,7 +10,6 @@ import torch
 from merestone.core.geometry import GroupSpec
 from merestone.ops.triton.attention import Keys, attend, items
 from merestone.ops.triton.block import Context, attend_block, convolve
-from merestone.ops.triton.conv import conv
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.draw import draw, draws
 from merestone.ops.triton.follow import Noise, add_noise, follow
@@ -20,7 +19,7 @@ from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.judge import bad_anchors, bad_rows, best
 from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
-from merestone.ops.triton.kda_inputs import kda_inputs
+from merestone.ops.triton.kda_inputs import Raw, kda_inputs
 from merestone.ops.triton.norms import (
     add_rms_norm,
     gated_rms_norm,
@@ -90,17 +89,6 @@ def norms(rows: int) -> None:
 def sequences(count: int) -> Sequences:
     one = torch.zeros(count, dtype=torch.int32)
     return Sequences(one, one, one, one[:, None].repeat(1, count), one[:, None].repeat(1, 74))
-
-
-@launch
-def convolution(rows: int) -> None:
-    bf16, width = torch.bfloat16, 24576
-    arena = torch.empty(2, 1 << 20, dtype=bf16)
-    pages = arena.as_strided((2, 16, width), (1 << 20, width, 1))
-    zero = torch.zeros(rows, dtype=torch.int32)
-    tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
-    new = torch.empty(rows, width, dtype=bf16)
-    conv(new, pages, tail, torch.empty(4, width), zero, zero, sequences(rows))
 
 
 @launch
@@ -211,10 +199,17 @@ def kept_rows(rows: int) -> None:
 @launch
 def delta_inputs(rows: int) -> None:
     bf16, heads, width = torch.bfloat16, 64, 8192
-    mixed, gate = torch.empty(rows, 3 * width, dtype=bf16), torch.empty(rows, width, dtype=bf16)
-    strength, rate = torch.empty(rows, heads, dtype=bf16), torch.empty(heads)
-    for lowest in (-5.0, None):
-        kda_inputs(mixed, gate, strength, torch.empty(width), rate, eps=1e-6, lowest=lowest)
+    widths = 3 * width, width, heads
+    arena, zero = torch.empty(2, 1 << 20, dtype=bf16), torch.zeros(rows, dtype=torch.int32)
+    raw = Raw(*(torch.empty(rows, n, dtype=bf16) for n in widths))
+    pages = Raw(*(arena.as_strided((2, 16, n), (1 << 20, n, 1)) for n in widths))
+    tail = Cells(arena, torch.zeros(3, 2, dtype=torch.int64))
+    fixed = torch.empty(4, 3 * width), torch.empty(width), torch.empty(heads)
+    for lowest, floor in ((-5.0, zero), (None, None)):
+        kda_inputs(
+            raw, pages, tail, *fixed, zero, zero, sequences(rows),
+            eps=1e-6, lowest=lowest, floor=floor,
+        )  # fmt: skip
 
 
 @launch

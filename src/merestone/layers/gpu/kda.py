@@ -14,12 +14,11 @@ from merestone.layers.gpu.ranks import summed_linear
 from merestone.layers.gpu.step import DeviceState, Rebuild, SlotField, Step
 from merestone.layers.kda import KdaLayer
 from merestone.layers.state import Field
-from merestone.ops.triton.conv import conv
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
-from merestone.ops.triton.kda_inputs import kda_inputs
+from merestone.ops.triton.kda_inputs import Raw, kda_inputs
 from merestone.ops.triton.norms import gated_rms_norm
-from merestone.ops.triton.pages import read_rows, write_rows, write_tail
+from merestone.ops.triton.pages import read_rows, write_tail
 from merestone.ops.triton.rows import Sequences
 
 _L2_EPS = 1e-6
@@ -62,43 +61,55 @@ class GpuKda:
         s = self.shape
         r, low, strength, _ = torch.split(linear(x, self._inputs), self._splits, 1)
         decay, gates = linear(low.view(-1, 2, s.dim).transpose(0, 1), self._gates)
-        pages = state.rows(self.layer, "r")
         rows = step.row_sequence, step.row_position
-        for name, value in (("r", r), ("gate", decay), ("beta", strength)):
-            table = step.sequences.open_pages
-            write_rows(value, state.rows(self.layer, name), table, *rows, step.floor)
+        inputs = self._prepare(
+            Raw(r, decay, strength), rows, step.sequences, state, floor=step.floor
+        )
+        out = self._recur(inputs, step.passes, state)
         tail = state.cells(self.layer, "conv")
-        mixed = conv(r, pages, tail, self._conv, *rows, step.sequences)
-        out = self._recur(mixed, decay, strength, step.passes, state)
+        pages = state.rows(self.layer, "r")
         write_tail(r, pages, tail, step.sequences, step.advance, step.advance_frames)
         out = gated_rms_norm(out.view(-1, s.dim), self._norm, gates.view(-1, s.dim), s.rms_eps)
         return summed_linear(out.view(-1, s.width), self._out, self._world)
 
     def rebuild(self, old: Rebuild, state: DeviceState) -> None:
         """Make the caches of sequences' old rows again."""
-        names = ("r", "gate", "beta")
-        pages = [state.rows(self.layer, name) for name in names]
         rows = old.row_sequence, old.row_position
-        gate, strength = (read_rows(p, old.found.open_pages, *rows) for p in pages[1:])
-        none = pages[0].new_empty(0, pages[0].shape[2])
-        tail = state.cells(self.layer, "conv")
-        mixed = conv(none, pages[0], tail, self._conv, *rows, old.found)
-        self._recur(mixed, gate, strength, ((old.sequences, old.again),), state)
+        pages = self._pages(state)
+        gate, strength = (
+            read_rows(kept, old.found.open_pages, *rows) for kept in (pages.gate, pages.beta)
+        )
+        none = pages.r.new_empty(0, pages.r.shape[2])
+        inputs = self._prepare(Raw(none, gate, strength), rows, old.found, state)
+        self._recur(inputs, ((old.sequences, old.again),), state)
+
+    def _pages(self, state: DeviceState) -> Raw:
+        return Raw(**{name: state.rows(self.layer, name) for name in ("r", "gate", "beta")})
+
+    def _prepare(
+        self,
+        raw: Raw,
+        rows: tuple[Tensor, Tensor],
+        sequences: Sequences,
+        state: DeviceState,
+        floor: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The recurrence's q, k, v, g, beta; with a ``floor`` raw rows are kept from there on."""
+        return kda_inputs(
+            raw, self._pages(state), state.cells(self.layer, "conv"), self._conv, self._bias,
+            self._rate, *rows, sequences, eps=_L2_EPS, lowest=self.shape.gate_lower_bound,
+            floor=floor,
+        )  # fmt: skip
 
     def _recur(
         self,
-        mixed: Tensor,
-        decay: Tensor,
-        strength: Tensor,
+        inputs: tuple[Tensor, ...],
         passes: tuple[tuple[Sequences, Pass], ...],
         state: DeviceState,
     ) -> Tensor:
-        """Convolved rows [N, 3 width], raw gates and strengths -> [N, H, dim]."""
+        """Outputs [N, H, dim]."""
         s = self.shape
-        q, k, g, beta = kda_inputs(
-            mixed, decay, strength, self._bias, self._rate, eps=_L2_EPS, lowest=s.gate_lower_bound
-        )
-        v = mixed[:, 2 * s.width :].view(-1, s.heads, s.dim)
+        q, k, v, g, beta = inputs
         out = torch.empty_like(q)
         anchors = state.cells(self.layer, "state")
         cache = OpenRows(**{f.name: state.slot_field(f.layer, f.name) for f in self.slot_fields()})
