@@ -16,7 +16,7 @@ from merestone.core.frames import FramePool, Frames, HiddenRows
 from merestone.core.geometry import GroupSpec
 from merestone.core.index import Tokens
 from merestone.core.orders import CopyRows, PageDelta
-from merestone.core.runs import Extension, Move, plan_move, room, run_at, unwritten
+from merestone.core.runs import Extension, Move, plan_move, run_at, run_end, unwritten
 from merestone.core.shelf import Counters, OutOfFrames, Shelf, count
 from merestone.core.spec import CacheSpec
 
@@ -136,11 +136,14 @@ class Cache:
                 self.shelf.touch(lease.origin, now)
             return Extension((), (), (), drafts, propose)
         moves: list[tuple[GroupSpec, Move]] = []
-        appends = True
+        # Once it is the appender of all that it will write to, it stays so.
+        owns, writes = lease.room > 0, True
         for group in self.spec.groups:
             reach = group.reach(rows, drafts, propose > 0)
-            appends &= reach > unwritten(group, lease)
-            move = plan_move(group, lease, reach, anchor, self._appends(lease, group))
+            if owns and anchor == lease.anchor and reach <= run_end(group, lease):
+                continue
+            writes &= reach > unwritten(group, lease)
+            move = plan_move(group, lease, reach, anchor, owns or self._appends(lease, group))
             if move is not None:
                 moves.append((group, move))
         needed = sum(move.end - move.changed for _, move in moves)
@@ -151,7 +154,8 @@ class Cache:
         for group, move in moves:
             self._apply(lease, group, move, copies, deltas)
         lease.rows = rows
-        lease.room = room(self.spec.groups, lease) if appends else 0
+        if owns or writes:
+            lease.room = min(run_end(group, lease) for group in self.spec.groups)
         if moved:
             lease.anchor = anchor
             if self._fresh_anchor(lease):

@@ -5,7 +5,6 @@ Knows one group's geometry and a run of pages. Must not know who else holds them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from merestone.core.checkpoint import Checkpoint, Lease, PageRun
@@ -71,13 +70,10 @@ def plan_move(
     return Move(begin, max(begin, stop), end, 0)
 
 
-def room(groups: Iterable[GroupSpec], lease: Lease) -> int:
-    """Where the pages of the shortest run end, those of drafts included."""
-    return min(
-        (first + frames.size) * group.span
-        for group in groups
-        for first, frames in [lease.pages[group.name]]
-    )
+def run_end(group: GroupSpec, lease: Lease) -> int:
+    """The row at which its pages end, those of drafts included."""
+    first, frames = lease.pages[group.name]
+    return (first + frames.size) * group.span
 
 
 def unwritten(group: GroupSpec, lease: Lease) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from merestone.sched.plan import SamplingParams, TokenLogprob
 
 Stats = Mapping[str, float | Mapping[str, float]]
@@ -113,8 +115,7 @@ class Started:
     cache: CacheReport
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(Struct, frozen=True):
     """One token, the text that it released, and its log probability if asked for."""
 
     choice: int

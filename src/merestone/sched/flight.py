@@ -6,6 +6,7 @@ Knows orders and works, and what must be remembered until the result arrives. De
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from merestone.core.checkpoint import Checkpoint
 from merestone.core.orders import CopyRows, LoadHidden, SaveHidden, StoreOrder, check_disjoint
@@ -61,8 +62,7 @@ class Flight:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step meant for one sequence: sampled tokens, or a failure."""
 
     sequence: Sequence

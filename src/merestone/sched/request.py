@@ -190,7 +190,7 @@ class Sequence:
 
     def above(self, rows: int) -> tuple[tuple[int, Kind], ...]:
         """Boundaries above ``rows`` tokens that it is to seal."""
-        if not self.seals:
+        if not self.seals or not self.boundaries or self.boundaries[-1][0] <= rows:
             return ()
         return self.boundaries[bisect_right(self.boundaries, rows, key=_at) :]
 
