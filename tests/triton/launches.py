@@ -14,7 +14,7 @@ from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.draw import draw, draws
 from merestone.ops.triton.follow import Noise, add_noise, follow
 from merestone.ops.triton.gemm import linear
-from merestone.ops.triton.grouped import experts, route
+from merestone.ops.triton.grouped import experts, experts_norm, route
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.judge import bad_anchors, bad_rows, best
@@ -162,7 +162,9 @@ def mixture(rows: int) -> None:
             router = torch.empty(288, 512), torch.empty(288)
             ids, weights = route(x, *router, 8 - shared, True, 2.5, shared=shared)
             count = 288 + shared
-            experts(x, ids, weights, gate_up[:count], down[:count], 10.0)
+            given = x, ids, weights, gate_up[:count], down[:count], 10.0
+            experts(*given)
+            experts_norm(*given, x, x[0], 1e-5)
 
 
 @launch

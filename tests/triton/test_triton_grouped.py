@@ -7,8 +7,14 @@ from torch import Tensor
 from merestone.ops import moe, naive
 from merestone.ops.triton.by_expert import sort_by_expert
 from merestone.ops.triton.gemm import linear
-from merestone.ops.triton.grouped import experts, grouped_gated, grouped_linear, route
-from merestone.ops.triton.norms import swiglu
+from merestone.ops.triton.grouped import (
+    experts,
+    experts_norm,
+    grouped_gated,
+    grouped_linear,
+    route,
+)
+from merestone.ops.triton.norms import add_rms_norm, swiglu
 
 EXPERTS, WIDTH, INNER, K = 6, 32, 16, 3
 
@@ -100,6 +106,38 @@ def test_a_shared_expert_is_one_more(draw, device: str, rows: int, limit: float 
         )
         joined = experts(x, ids, weights, gate_up, down, limit, partial, out_dtype=dtype)
         assert torch.equal(joined, apart), partial
+
+
+def same_sum(args: tuple, residual: Tensor, norm: Tensor, more: Tensor | None) -> None:
+    apart = experts(*args, more=more, out_dtype=residual.dtype)
+    wanted = add_rms_norm(residual, apart, norm, 1e-5)
+    found = experts_norm(*args, residual, norm, 1e-5, more=more)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize("rows", [0, 1, 5, 70])
+def test_the_sum_goes_into_the_residual_and_its_norm(draw, device: str, rows: int) -> None:
+    """Of rows that fill no block of a norm, too; rounded as if all had been stored in between."""
+    x, gate, bias = draw(rows, WIDTH).half(), draw(EXPERTS, WIDTH), draw(EXPERTS)
+    gate_up, down = draw(EXPERTS, 2 * INNER, WIDTH).half(), draw(EXPERTS, WIDTH, INNER).half()
+    args = (x, *route(x, gate, bias, K, True, 2.5), gate_up, down, None)
+    for more in (None, draw(rows, WIDTH).half()):
+        same_sum(args, 3 * draw(rows, WIDTH).half(), draw(WIDTH).half(), more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 64, 1000])
+@pytest.mark.parametrize("width", [512, 2304, 4096])
+def test_the_norm_of_the_sum_at_true_widths(draw, device: str, rows: int, width: int) -> None:
+    count, inner, k = 16, 256, 8
+    x, gate = draw(rows, width).bfloat16(), draw(count, width) * width**-0.5
+    gate_up, down = (draw(count, 2 * inner, width) / 32, draw(count, width, inner) / 16)
+    chosen = route(x, gate, draw(count) / 10, k, True, 2.5)
+    args = (x, *chosen, gate_up.bfloat16(), down.bfloat16(), None)
+    for more in (None, draw(rows, width).bfloat16()):
+        same_sum(args, 3 * draw(rows, width).bfloat16(), draw(width).bfloat16(), more)
 
 
 @pytest.mark.gpu

@@ -194,7 +194,7 @@ class GpuKimiLinear:
         for i, (attention, (mlp_norm, next_norm, mlp)) in enumerate(layers):
             assert not isinstance(attention, GpuMla)
             x, a = add_rms_norm(x, attention.forward(a, step, state), mlp_norm, self._eps)
-            x, a = add_rms_norm(x, mlp.forward(a), next_norm, self._eps)
+            x, a = mlp.add(x, a, next_norm, self._eps)
             if i in taps:
                 features[i] = x
         return a, features

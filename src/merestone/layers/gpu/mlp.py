@@ -8,8 +8,8 @@ from torch import Tensor
 from merestone.layers.gpu.ranks import summed_linear
 from merestone.layers.mlp import DenseMlp, MoeMlp
 from merestone.ops.triton.gemm import linear, segments
-from merestone.ops.triton.grouped import experts, route
-from merestone.ops.triton.norms import swiglu
+from merestone.ops.triton.grouped import experts, experts_norm, route
+from merestone.ops.triton.norms import add_rms_norm, swiglu
 
 # More than these rows of a shared expert would read its weights once a tile of 16.
 _FEW_ROWS = 32
@@ -28,6 +28,11 @@ class GpuMlp:
         """[N, hidden] -> [N, hidden]."""
         inner = swiglu(linear(x, self._gate_up), self._limit)
         return summed_linear(inner, self._down, self._world)
+
+    def add(self, x: Tensor, a: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The residual x [N, hidden] and the layer's output of ``a``, added; and the RMS norm of
+        the sum, with the weight ``norm``."""
+        return add_rms_norm(x, self.forward(a), norm, eps)
 
     def partial(self, x: Tensor) -> Tensor:
         """[N, hidden] -> this rank's part of the sum, [N, hidden] fp32."""
@@ -66,6 +71,21 @@ class GpuMoe:
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]; routed and shared results are added in fp32."""
         several = self._world.tp > 1
+        given, more = self._given(x)
+        dtype = torch.float32 if several else x.dtype
+        out = experts(x, *given, self._limit, several, more=more, out_dtype=dtype)
+        return self._world.ranks.sum(out, x.dtype) if several else out
+
+    def add(self, x: Tensor, a: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """As :meth:`GpuMlp.add`."""
+        if self._world.tp > 1:
+            return add_rms_norm(x, self.forward(a), norm, eps)
+        given, more = self._given(a)
+        return experts_norm(a, *given, self._limit, x, norm, eps, more=more)
+
+    def _given(self, x: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+        """Choices and their weights and the experts chosen from; and what a shared one adds that
+        is not among them."""
         # Grouped products in fp32 take another depth of a step, which is part of their bits: there
         # any number of rows goes one way.
         few = x.shape[0] <= _FEW_ROWS or x.dtype != torch.bfloat16
@@ -76,13 +96,9 @@ class GpuMoe:
         )  # fmt: skip
         more = None
         if self._shared is not None and not joined:
-            more = self._shared.partial(x) if several else self._shared.forward(x)
+            more = self._shared.partial(x) if self._world.tp > 1 else self._shared.forward(x)
         count = self._count + joined
-        out = experts(
-            x, ids, shares, self._gate_up[:count], self._down[:count], self._limit, several,
-            more=more, out_dtype=torch.float32 if several else x.dtype,
-        )  # fmt: skip
-        return self._world.ranks.sum(out, x.dtype) if several else out
+        return (ids, shares, self._gate_up[:count], self._down[:count]), more
 
 
 def _alike(shared: DenseMlp, layer: MoeMlp) -> bool:

@@ -16,7 +16,7 @@ from merestone.ops.triton.by_expert import NARROW, Sorted, sort_by_expert
 from merestone.ops.triton.elementwise import gated, sigmoid
 from merestone.ops.triton.gemm import segment_products, segment_sum
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
-from merestone.ops.triton.norms import swiglu
+from merestone.ops.triton.norms import load_rows, shape_of, sum_and_norm, swiglu
 
 _BLOCK = 1024
 
@@ -169,20 +169,49 @@ def _product(
 
 
 @triton.jit
-def _combine(
-    results, weights, more, out, WIDTH, K: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Grid: (rows, blocks of columns). The weighted sum, best expert first, then what is MORE."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    total = tl.zeros((BLOCK,), tl.float32)
+def _weighted(
+    results, weights, more, row, column, inside, WIDTH, K: tl.constexpr, MORE: tl.constexpr
+):  # fmt: skip
+    """The weighted sum of a row's results, best expert first, then what is MORE: fp32, at
+    ``column``, of ``inside``'s shape."""
+    total = tl.zeros(inside.shape, tl.float32)
     for k in tl.static_range(K):
         one = tl.load(results + (row * K + k) * WIDTH + column, mask=inside, other=0.0)
         total += one.to(tl.float32) * tl.load(weights + row * K + k)
     if MORE:
         total += tl.load(more + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _combine(
+    results, weights, more, out, WIDTH, K: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid: (rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = _weighted(results, weights, more, row, column, inside, WIDTH, K, MORE)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _combine_norm(
+    results, weights, more, x, norm, total, out, M, eps,
+    WIDTH: tl.constexpr, K: tl.constexpr, MORE: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of ROWS rows). What `_combine` stores, added to x, and the norm of that."""
+    left, row, column, inside = load_rows(x, WIDTH, M, WIDTH, ROWS, PADDED)
+    dtype = x.dtype.element_ty
+    # Rows past the end repeat the last one: they are computed and not stored.
+    known = tl.minimum(row, M - 1)
+    mixed = _weighted(results, weights, more, known, column, inside, WIDTH, K, MORE)
+    at = row * WIDTH + column
+    right = mixed.to(dtype).to(tl.float32)
+    added, normed = sum_and_norm(left, right, norm, column, eps, WIDTH, dtype)
+    tl.store(total + at, added, mask=inside)
+    tl.store(out + at, normed, mask=inside)
 
 
 def route(
@@ -300,13 +329,9 @@ def experts(
     [E, D, I]. ``partial``: these are parts of the inner width, so each expert's result is left in
     fp32, to be summed.
     """
-    rows, k = ids.shape
-    width = down.shape[1]
+    (rows, k), width = ids.shape, down.shape[1]
     assert more is None or (more.shape == (rows, width) and more.is_contiguous())
-    entries = sort_by_expert(ids, down.shape[0], down.dtype)
-    inner = grouped_gated(x, gate_up, entries, k, limit)
-    wide = torch.float32 if partial else None
-    results = grouped_linear(inner, down, entries, k, gather=False, out_dtype=wide)
+    results = _results(x, ids, gate_up, down, limit, torch.float32 if partial else None)
     out = torch.empty(rows, width, dtype=out_dtype, device=x.device)
     if rows:
         _combine[(rows, blocks(width, _BLOCK))](
@@ -314,3 +339,50 @@ def experts(
             K=k, MORE=more is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def experts_norm(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    limit: float | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    *,
+    more: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`experts` in x's dtype, added to ``residual`` [T, D], and the RMS norm of the sum:
+    the bits of `merestone.ops.triton.norms.add_rms_norm`, in one launch less."""
+    (rows, k), width = ids.shape, down.shape[1]
+    assert more is None or (more.shape == (rows, width) and more.is_contiguous())
+    assert residual.shape == (rows, width)
+    assert residual.is_contiguous()
+    assert residual.dtype == x.dtype
+    results = _results(x, ids, gate_up, down, limit, None)
+    total, out = torch.empty_like(residual), torch.empty_like(residual)
+    aligned(residual, norm, total, out)
+    if rows:
+        each, padded, warps = shape_of(width)
+        _combine_norm[(blocks(rows, each),)](
+            results, weights, weights if more is None else more, residual, norm, total, out, rows,
+            eps, WIDTH=width, K=k, MORE=more is not None, ROWS=each, PADDED=padded,
+            num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return total, out
+
+
+def _results(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    limit: float | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Of each token's choice its expert's result, [T k, D]."""
+    entries = sort_by_expert(ids, down.shape[0], down.dtype)
+    inner = grouped_gated(x, gate_up, entries, ids.shape[1], limit)
+    return grouped_linear(inner, down, entries, ids.shape[1], gather=False, out_dtype=out_dtype)

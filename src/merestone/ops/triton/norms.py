@@ -19,7 +19,7 @@ _ELEMENTS = 2048
 _BLOCK = 1024
 
 
-def _shape(width: int) -> tuple[int, int, int]:
+def shape_of(width: int) -> tuple[int, int, int]:
     """(rows of a program, padded width, warps) for rows of ``width``."""
     padded = power_of_two(width)
     rows = max(_ELEMENTS // padded, 1)
@@ -27,7 +27,7 @@ def _shape(width: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _load_rows(x, x_row, M, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+def load_rows(x, x_row, M, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
     """This program's rows in fp32 [ROWS, PADDED], their numbers, columns, and what is inside."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
@@ -51,7 +51,7 @@ def _rms_norm(
     GATED: tl.constexpr,
 ):
     """Grid: (blocks of ROWS rows). Out is dense; with GATED so is the gate."""
-    wide, row, column, inside = _load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
+    wide, row, column, inside = load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     normal = wide * rms_scale(wide, eps, WIDTH)
     at = row * WIDTH + column
@@ -62,6 +62,17 @@ def _rms_norm(
         # Rounded before the weight, as transformers does, and once after.
         scaled = normal.to(x.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
     tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_and_norm(left, right, weight, column, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """left + right [ROWS, PADDED] fp32, rounded to ``dtype``, and the RMS norm of that, times
+    ``weight`` at ``column`` [1, PADDED], in ``dtype``, too."""
+    added = (left + right).to(dtype)
+    wide = added.to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    normal = (wide * rms_scale(wide, eps, WIDTH)).to(dtype)
+    return added, (normal.to(tl.float32) * factor).to(dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -77,17 +88,13 @@ def _add_rms_norm(
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Grid: (blocks of ROWS rows). All dense; the sum is rounded before it is normed."""
-    left, row, column, inside = _load_rows(x, WIDTH, M, WIDTH, ROWS, PADDED)
-    right, _, _, _ = _load_rows(y, WIDTH, M, WIDTH, ROWS, PADDED)
-    dtype = x.dtype.element_ty
-    added = (left + right).to(dtype)
+    """Grid: (blocks of ROWS rows). All dense."""
+    left, row, column, inside = load_rows(x, WIDTH, M, WIDTH, ROWS, PADDED)
+    right, _, _, _ = load_rows(y, WIDTH, M, WIDTH, ROWS, PADDED)
+    added, normed = sum_and_norm(left, right, weight, column, eps, WIDTH, x.dtype.element_ty)
     at = row * WIDTH + column
     tl.store(total + at, added, mask=inside)
-    wide = added.to(tl.float32)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    normal = wide * rms_scale(wide, eps, WIDTH)
-    tl.store(out + at, (normal.to(dtype).to(tl.float32) * factor).to(dtype), mask=inside)
+    tl.store(out + at, normed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -104,7 +111,7 @@ def _layer_norm(
     PADDED: tl.constexpr,
 ):
     """Grid: (blocks of ROWS rows)."""
-    wide, row, column, inside = _load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
+    wide, row, column, inside = load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     centred = tl.where(inside, wide - (tl.sum(wide, 1) / WIDTH)[:, None], 0.0)
@@ -125,7 +132,7 @@ def _l2_norm(
     PADDED: tl.constexpr,
 ):
     """Grid: (blocks of ROWS rows)."""
-    wide, row, column, inside = _load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
+    wide, row, column, inside = load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
     normal = wide / tl.sqrt(tl.sum(wide * wide, 1) + eps)[:, None]
     tl.store(out + row * WIDTH + column, (normal * scale).to(out.dtype.element_ty), mask=inside)
 
@@ -183,7 +190,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     assert x.dtype == y.dtype, (x.dtype, y.dtype)
     assert x.is_contiguous()
     assert y.is_contiguous()
-    rows, padded, warps = _shape(x.shape[1])
+    rows, padded, warps = shape_of(x.shape[1])
     total, out = torch.empty_like(x), torch.empty_like(x)
     aligned(x, y, weight, total, out)
     if x.shape[0]:
@@ -207,7 +214,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
 def _launch_rms(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    rows, padded, warps = _shape(x.shape[1])
+    rows, padded, warps = shape_of(x.shape[1])
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     aligned(x, weight, out)
     if x.shape[0]:
@@ -231,7 +238,7 @@ def _launch_rms(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm over the last dimension of x [M, D], rounded once to x's dtype."""
-    rows, padded, warps = _shape(x.shape[1])
+    rows, padded, warps = shape_of(x.shape[1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     aligned(x, weight, bias, out)
     if x.shape[0]:
@@ -255,7 +262,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def l2_norm(x: Tensor, eps: float, scale: float = 1.0) -> Tensor:
     """scale x / sqrt(sum(x^2) + eps) over the last dimension of x [..., D], dense; fp32 out."""
     flat = _rows(x)
-    rows, padded, warps = _shape(flat.shape[1])
+    rows, padded, warps = shape_of(flat.shape[1])
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     aligned(x, out)
     if flat.shape[0]:
