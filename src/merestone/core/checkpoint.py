@@ -120,6 +120,12 @@ class Lease:
         runs = [frames for _, frames in self.pages.values()]
         return np.concatenate([*runs, *self.retired, np.array(self.anchor_frames, np.int32)])
 
+    @property
+    def held(self) -> int:
+        """How many frames those are."""
+        pages = sum(frames.size for _, frames in self.pages.values())
+        return pages + sum(frames.size for frames in self.retired) + len(self.anchor_frames)
+
 
 @dataclass(frozen=True, slots=True)
 class Match:

@@ -51,6 +51,11 @@ class WaitingQueue:
         blocked.overtaken += 1
         return True
 
+    def fits(self, seq: Sequence, origin: Checkpoint | None, promised: int) -> bool:
+        """Whether its prompt and a page fit beside the frames that running ones were promised."""
+        wanted = promised + self.cache.frames_needed(seq.known + 1, origin)
+        return wanted <= self.cache.free or wanted <= self.cache.available()
+
     def find(self, seq: Sequence) -> Match:
         """What it may start from. A checkpoint with a hole in a window is dropped, and counted."""
         if not seq.matches:

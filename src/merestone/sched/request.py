@@ -6,7 +6,7 @@ Knows token ids and counts. Must not know frames' contents, text, clocks or devi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,7 +137,7 @@ class Sequence:
         """Frames that its prompt (and a page) may still take."""
         assert self.lease is not None
         need = cache.frames_needed(max(self.prompt, self.known) + 1)
-        return max(0, need - len(self.lease.frames()))
+        return max(0, need - self.lease.held)
 
     def requeue(self) -> None:
         """Back to before admission; accepted outputs stay, as part of what is known."""
@@ -197,6 +197,11 @@ class Sequence:
     def planned(self) -> tuple[int, ...]:
         """Token counts of those yet to be reached: a prefill pass must not overrun them."""
         return tuple(at for at, _ in self.above(self.computed))
+
+
+def promises(running: Iterable[Sequence], cache: Cache) -> int:
+    """Frames that the running ones may still take for their prompts."""
+    return sum(seq.promised(cache) for seq in running)
 
 
 def _at(boundary: tuple[int, Kind]) -> int:

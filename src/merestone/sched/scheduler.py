@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
 from merestone.core.cache import Cache, Extension, Match, OutOfFrames
-from merestone.core.checkpoint import Checkpoint, Kind
+from merestone.core.checkpoint import Kind
 from merestone.core.geometry import anchor_of
 from merestone.core.orders import LoadHidden
 from merestone.core.policy import pass_end
@@ -20,7 +20,7 @@ from merestone.sched.flight import Flight, Outcome
 from merestone.sched.outside import Nothing, Outside, Verifier
 from merestone.sched.plan import Admit, StepPlan, StepResult, Work, WorkResult
 from merestone.sched.queue import NO_MATCH, WaitingQueue
-from merestone.sched.request import Sequence
+from merestone.sched.request import Sequence, promises
 from merestone.sched.seals import Seals
 
 
@@ -131,6 +131,9 @@ class Scheduler:
         """
         self.waiting.inherit(self.running)
         self.waiting.protect()
+        if not self.waiting.items:
+            return
+        promised = promises(self.running, self.cache)
         blocked: Sequence | None = None
         for seq in list(self.waiting.items):
             if self.waiting.still_waits(seq):
@@ -140,27 +143,24 @@ class Scheduler:
             found = self.waiting.find(seq)
             if self.waiting.must_wait(seq, found, self.running) or self.outside.holds(seq, found):
                 continue
-            if not self._fits(seq, found.checkpoint):
+            if not self.waiting.fits(seq, found.checkpoint, promised):
                 if self.running or flight.sealed:
                     blocked = blocked or seq
                     continue
                 found = self._insist(seq, found)
-            if not self.free_slots and not self._yield_slot(flight, seq):
-                return
+            if not self.free_slots:
+                if not self._yield_slot(flight, seq):
+                    return
+                promised = promises(self.running, self.cache)
             self._start(flight, seq, found)
+            promised += seq.promised(self.cache)
 
     def _insist(self, seq: Sequence, found: Match) -> Match:
         """Nothing runs, so it must start: drop protections, in the end its own match."""
-        while not self._fits(seq, found.checkpoint):
+        while not self.waiting.fits(seq, found.checkpoint, 0):
             if not (self.waiting.drop_protection() or self.outside.yields()):
                 return Match(None, found.known, None, "no_room" if found.known else "unknown")
         return found
-
-    def _fits(self, seq: Sequence, origin: Checkpoint | None) -> bool:
-        """Whether the prompt and a page fit beside what the running ones were promised."""
-        promised = sum(other.promised(self.cache) for other in self.running)
-        need = self.cache.frames_needed(seq.known + 1, origin)
-        return need + promised <= self.cache.available()
 
     def _start(self, flight: Flight, seq: Sequence, found: Match) -> None:
         origin = found.checkpoint
