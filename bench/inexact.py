@@ -32,8 +32,9 @@ def _recurrence(
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
     rows = q.shape[0]
-    starts, slot = sequences.row.long(), step.slot.long()
-    ends = torch.cat([starts, starts[-1:] + (step.end - sequences.first)[-1:]])
+    slot, lengths = step.slot.long(), step.end - sequences.first
+    # Sequences of padding, last, have no rows.
+    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).long()
     inputs = [x[None].contiguous() for x in (q, k, v, g, beta)]
     # What fla-core does with chunks reads lengths on the host, which a graph cannot.
     if rows <= MIXED[-1]:

@@ -290,4 +290,4 @@ def _two(size: int, pinned: bool) -> deque[Tensor]:
 def rows_of(works: Sequence[Work]) -> list[int]:
     """The batch row at which each work's rows begin."""
     lengths = [work.end - work.start for work in works]
-    return list(accumulate(lengths[:-1], initial=0))
+    return list(accumulate(lengths, initial=0))[:-1]
