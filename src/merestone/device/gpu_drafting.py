@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -233,6 +234,7 @@ class GpuDrafting:
         self._graphs[key] = tables, graph
 
 
+@lru_cache(maxsize=256)
 def _sources(key: Key) -> Parts:
     """Tables beside those of a pass: where each row's hidden row lies in the rings [N], the rows
     from which drafts are made, their slots [S], and the keys of their noise."""

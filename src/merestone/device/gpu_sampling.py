@@ -62,6 +62,8 @@ class GpuSlot:
     def ids(self, first: int, end: int) -> tuple[int, ...]:
         """Known ids of positions [first, end)."""
         known = len(self.tokens)
+        if first >= known:
+            return tuple(self.output[first - known : end - known])
         later = self.output[max(first - known, 0) : max(end - known, 0)]
         return (*self.tokens[first:end].tolist(), *later)
 
@@ -148,11 +150,13 @@ class Sampling:
         """Tokens from position ``work.end`` on, as far as the drafts are what is drawn; ``ids`` are
         the device's, rows begin at ``first``. None if one of them is of a bad row."""
         params, here = slot.params, slot.judged
-        if here and not work.drafts and params.logprobs is None:  # mostly: nothing more to do
-            if bad[0]:
+        if here and params.logprobs is None:  # nothing to ask for but the ids
+            tokens = accept(slot.drafts[: work.drafts], ids.__getitem__)
+            if any(bad[: len(tokens)]):
                 return None
-            slot.append(ids[0])
-            return WorkResult(work.slot, (ids[0],))
+            for token in tokens:
+                slot.append(token)
+            return WorkResult(work.slot, tokens)
         entries: list[TokenLogprob] = []
 
         def next_token(place: int) -> int:

@@ -184,10 +184,12 @@ class Tables:
         first = start // self._pool
         counts = end // self._pool - first
         used = int(counts.sum())
+        pools[1, used:] = -1
+        if not used:
+            return
         before = np.cumsum(counts) - counts
         pools[0, :used] = np.repeat(np.arange(len(start)), counts)
         pools[1, :used] = np.arange(used) + np.repeat(first - before, counts)
-        pools[1, used:] = -1
 
     def _items(self, row_sequence: Ints, lengths: Ints, row: Ints) -> Ints:
         """Items of rows x heads: of each sequence, or (where rows select) of each row; [n, 3]."""

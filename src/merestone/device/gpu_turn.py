@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ _GRID = 4
 _WORD = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A slot after the step of ``work``: rows [first, end) of it are to be observed; their next
     ids, where the drafter needs them; the batch row of position ``start`` in what the step
     computed; whether drafts are wanted. ``newest``: the id at position ``end``, if they are.
