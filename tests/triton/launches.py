@@ -20,6 +20,7 @@ from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.judge import bad_anchors, bad_rows, best
 from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.kda_inputs import Raw, kda_inputs
+from merestone.ops.triton.latents import write_latents
 from merestone.ops.triton.norms import (
     add_rms_norm,
     gated_rms_norm,
@@ -196,6 +197,17 @@ def kept_rows(rows: int) -> None:
     write_tail(new, pages, tail, tables, one, tables.anchor_frames)
     set_entries(one, one, one)
     feed(one, one, one, one, 151552)
+
+
+@launch
+def latents(rows: int) -> None:
+    """Of GLM-5.3-Flash, and with columns that are not normed, as Kimi-Linear has them."""
+    bf16, one = torch.bfloat16, torch.zeros(rows, dtype=torch.int32)
+    arena = torch.empty(2, 1 << 20, dtype=bf16)
+    for width in (512, 576):
+        pages = arena.as_strided((2, 1024, width), (1 << 20, width, 1))
+        new = torch.empty(rows, 1536 + width, dtype=bf16)[:, 1536:]
+        write_latents(new, torch.empty(512, dtype=bf16), 1e-5, pages, one[:, None], one, one)
 
 
 @launch

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from merestone.ops.triton.latents import write_latents
+from merestone.ops.triton.norms import rms_norm
 from merestone.ops.triton.pages import (
     feed,
     read_rows,
@@ -50,6 +52,26 @@ def test_rows_go_to_their_pages_and_come_back(draw, device: str, floor) -> None:
     assert torch.equal(arena.nan_to_num(7.0), expected.nan_to_num(7.0))
     read = read_rows(view, table, sequence[kept].clone(), position[kept].clone())
     assert torch.equal(read, new[kept])
+
+
+@pytest.mark.parametrize("normed", [24, WIDTH])
+def test_latents_are_normed_on_their_way(draw, device: str, normed: int) -> None:
+    """As rows that are normed and stored in two launches; another rank's are not kept."""
+    new, weight = draw(len(ROWS), 2 * WIDTH)[:, :WIDTH], draw(normed)
+    table = torch.tensor(TABLE, dtype=torch.int32, device=device)
+    sequence, position = (ints(*column, device=device) for column in zip(*ROWS, strict=True))
+    position[4] = -1
+    (arena, view), (expected, wanted) = pages(device), pages(device)
+    write_latents(new, weight, 1e-5, view, table, sequence, position)
+    apart = torch.cat([rms_norm(new[:, :normed], weight, 1e-5), new[:, normed:]], 1)
+    write_rows(apart, wanted, table, sequence, position)
+    assert torch.equal(arena.nan_to_num(7.0), expected.nan_to_num(7.0))
+    for row in range(len(ROWS)):
+        alone = pages(device)[1]
+        at = slice(row, row + 1)
+        write_latents(new[at], weight, 1e-5, alone, table, sequence[at], position[at])
+        found = alone[~alone.isnan()]
+        assert torch.equal(found, apart[row] if position[row] >= 0 else apart[row, :0])
 
 
 def test_hidden_rows_since_the_anchor_go_to_their_slots_rings(draw, device: str) -> None:

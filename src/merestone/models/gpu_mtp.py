@@ -17,7 +17,6 @@ from merestone.models.glm5_next_mtp import Glm5NextMtp
 from merestone.ops.triton.attention import TILE, Keys, attend, items
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.norms import add_rms_norm, rms_norm
-from merestone.ops.triton.pages import write_rows
 
 _HEIGHT = 16
 
@@ -94,7 +93,7 @@ class GpuMtp:
         x = self._enter(embedded, hidden)
         residual, latents = attention.inputs(rms_norm(x, self._attention_norm, self._eps))
         tables, sequence = scratch.tables[:count], scratch.sequence[:count]
-        write_rows(latents, scratch.memory, tables, sequence, seen)
+        attention.keep(latents, scratch.memory, tables, sequence, seen)
         seen = seen + 1
         query = attention.queries(residual)
         each = scratch.work.shape[0] // scratch.tables.shape[0]

@@ -18,6 +18,7 @@ from merestone.layers.state import Field
 from merestone.ops.triton.attention import Keys, attend
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
+from merestone.ops.triton.latents import write_latents
 from merestone.ops.triton.norms import layer_norm, rms_norm
 from merestone.ops.triton.pages import write_rows
 from merestone.parallel.tokens import join
@@ -125,9 +126,9 @@ class GpuMla:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """[N, hidden] -> [N, hidden] and what was chosen; ``selection``: the previous layer's."""
         s = self.shape
-        residual, latent = self.inputs(x)
+        residual, latents = self.inputs(x)
         pages = state.rows(self.layer, "latent")
-        write_rows(latent, pages, step.full_pages, step.row_sequence, step.own_position)
+        self.keep(latents, pages, step.full_pages, step.row_sequence, step.own_position)
         if self._indexer is not None:
             selection = self._indexer.forward(x, residual, step, state)
         assert selection is not None
@@ -139,10 +140,16 @@ class GpuMla:
         return self.outputs(mixed), selection
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, hidden] -> what queries are made of, [N, q_rank], and the latents [N, kv_rank]."""
+        """[N, hidden] -> what queries are made of, [N, q_rank], and raw latents [N, kv_rank]."""
         q, kv = torch.split(linear(x, self._inputs), self._splits, 1)
+        return rms_norm(q, self._q_norm, self.shape.rms_eps), kv
+
+    def keep(
+        self, latents: Tensor, pages: Tensor, table: Tensor, sequence: Tensor, position: Tensor
+    ) -> None:
+        """Store raw latents [N, kv_rank], normed, in the pages of their sequences."""
         eps = self.shape.rms_eps
-        return rms_norm(q, self._q_norm, eps), rms_norm(kv, self._kv_norm, eps)
+        write_latents(latents, self._kv_norm, eps, pages, table, sequence, position)
 
     def queries(self, residual: Tensor) -> Tensor:
         """[N, q_rank] -> [N, H, kv_rank]: each head's query, seen through its keys."""
@@ -162,7 +169,8 @@ class GpuDenseMla:
         self.layer = layer.layer
         self._world = layer.world
         self._fields = layer.fields()
-        self._splits = layer._splits
+        queries, *latent = layer._splits
+        self._splits = [queries, sum(latent)]
         self._inputs = layer._inputs.to(device)
         self._norm = layer._norm.to(device)
         self._absorb, self._values = absorbed(layer, device)
@@ -174,10 +182,10 @@ class GpuDenseMla:
     def forward(self, x: Tensor, step: Step, state: DeviceState) -> Tensor:
         """[N, hidden] -> [N, hidden]; writes the batch's rows."""
         s = self.shape
-        q, kv, shared = torch.split(linear(x, self._inputs), self._splits, 1)
+        q, row = torch.split(linear(x, self._inputs), self._splits, 1)
         pages = state.rows(self.layer, "latent")
-        row = torch.cat([rms_norm(kv, self._norm, s.latent_eps), shared], 1)
-        write_rows(row, pages, step.full_pages, step.row_sequence, step.own_position)
+        at = step.full_pages, step.row_sequence, step.own_position
+        write_latents(row, self._norm, s.latent_eps, pages, *at)
         by_head = q.view(-1, s.heads, s.key_dim + s.shared_dim)
         own = linear(by_head[:, :, : s.key_dim].transpose(0, 1), self._absorb).transpose(0, 1)
         query = torch.cat([own, by_head[:, :, s.key_dim :]], 2)  # [N, H, kv_rank + shared_dim]

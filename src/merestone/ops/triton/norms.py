@@ -36,6 +36,22 @@ def load_rows(x, x_row, M, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.c
     return wide, row, column, inside
 
 
+@triton.jit
+def scaled_norm(wide, weight, column, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """The RMS norm of rows ``wide`` [ROWS, PADDED] fp32, times ``weight`` at ``column``, in
+    ``dtype``: rounded before the weight, as transformers does, and once after."""
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    normal = (wide * rms_scale(wide, eps, WIDTH)).to(dtype)
+    return (normal.to(tl.float32) * factor).to(dtype)
+
+
+@triton.jit
+def sum_and_norm(left, right, weight, column, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """left + right [ROWS, PADDED] fp32, rounded to ``dtype``, and the `scaled_norm` of that."""
+    added = (left + right).to(dtype)
+    return added, scaled_norm(added.to(tl.float32), weight, column, eps, WIDTH, dtype)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm(
     x,
@@ -52,27 +68,15 @@ def _rms_norm(
 ):
     """Grid: (blocks of ROWS rows). Out is dense; with GATED so is the gate."""
     wide, row, column, inside = load_rows(x, x_row, M, WIDTH, ROWS, PADDED)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
-    normal = wide * rms_scale(wide, eps, WIDTH)
     at = row * WIDTH + column
+    dtype = out.dtype.element_ty
     if GATED:
+        factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
         gates = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        scaled = normal * factor * sigmoid(gates)
+        scaled = (wide * rms_scale(wide, eps, WIDTH) * factor * sigmoid(gates)).to(dtype)
     else:
-        # Rounded before the weight, as transformers does, and once after.
-        scaled = normal.to(x.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
-    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def sum_and_norm(left, right, weight, column, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """left + right [ROWS, PADDED] fp32, rounded to ``dtype``, and the RMS norm of that, times
-    ``weight`` at ``column`` [1, PADDED], in ``dtype``, too."""
-    added = (left + right).to(dtype)
-    wide = added.to(tl.float32)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    normal = (wide * rms_scale(wide, eps, WIDTH)).to(dtype)
-    return added, (normal.to(tl.float32) * factor).to(dtype)
+        scaled = scaled_norm(wide, weight, column, eps, WIDTH, dtype)
+    tl.store(out + at, scaled, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
