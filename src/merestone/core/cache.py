@@ -339,15 +339,15 @@ class Cache:
     ) -> None:
         first, frames = lease.pages[group.name]
         kept = slice(min(move.begin - first, frames.size), move.changed - first)
-        fresh = self.pool.take(move.end - move.changed, lease.id)
-        self.pool.appender[fresh] = lease.id
+        fresh = self.pool.take(move.end - move.changed, lease.id, appender=lease.id)
         if move.copied:
             source = int(frames[move.changed - first])
             copies.append(CopyRows(group.name, source, int(fresh[0]), move.copied))
         if fresh.size:
             deltas.append(PageDelta(group.name, move.changed, tuple(fresh.tolist())))
-        for gone in (frames[: kept.start], frames[kept.stop :]):
-            self._retire(lease, gone)
+        if kept.start or kept.stop < frames.size:
+            for gone in (frames[: kept.start], frames[kept.stop :]):
+                self._retire(lease, gone)
         lease.pages[group.name] = move.begin, np.concatenate([frames[kept], fresh])
 
     def _retire(self, lease: Lease, frames: Frames) -> None:

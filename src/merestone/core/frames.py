@@ -45,13 +45,17 @@ class FramePool:
         """Frames that are free, or would be if everything evictable were evicted."""
         return self._free + int(np.count_nonzero((self.soft == self.refs) & (self.refs > 0)))
 
-    def take(self, count: int, holder: int) -> Frames:
-        """``count`` free frames, now held by ``holder`` alone; the caller has made room."""
+    def take(self, count: int, holder: int, appender: int = NOBODY) -> Frames:
+        """``count`` free frames, now held by ``holder`` alone, for ``appender`` to write rows into;
+        the caller has made room."""
         assert count <= self._free, f"{count} frames taken of {self._free} free"
         frames = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
-        self.refs[frames] = 1
-        self._holders[frames] = holder
+        # Of one frame, as decoding takes them, a plain index costs a twentieth.
+        where = int(frames[0]) if count == 1 else frames
+        self.refs[where] = 1
+        self._holders[where] = holder
+        self.appender[where] = appender
         self._credit(holder, count)
         return frames
 
