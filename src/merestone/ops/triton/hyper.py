@@ -31,12 +31,11 @@ def _balanced(logits, eps, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
-def _at(z, at, step, SEGMENTS: tl.constexpr):
-    """Products ``at`` of z, the segments' sums added in order."""
-    total = tl.load(z + at)
-    for segment in tl.static_range(1, SEGMENTS):
-        total += tl.load(z + segment * step + at)
-    return total
+def _at(z, at, step, SEGMENTS: tl.constexpr, PARTS: tl.constexpr):
+    """Products ``at`` [n] of z: the segments' sums, all loaded at once, added as a tree."""
+    segment = tl.arange(0, PARTS)[:, None]
+    found = tl.load(z + segment * step + at[None, :], mask=segment < SEGMENTS, other=0.0)
+    return tl.sum(found, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,6 +53,7 @@ def _enter(
     norm_eps,
     rows,
     SEGMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -62,19 +62,23 @@ def _enter(
     """Grid: (rows). z: [SEGMENTS, rows, N (2 + N)]."""
     row = tl.program_id(0).to(tl.int64)
     stream, column = tl.arange(0, N), tl.arange(0, PADDED)
-    square = stream[:, None] * N + stream[None, :]
+    square = tl.arange(0, N * N)
     at = (row * N + stream[:, None]) * WIDTH + column[None, :]
     x = tl.load(streams + at, mask=column[None, :] < WIDTH, other=0.0).to(tl.float32)
     norm = tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / (N * WIDTH) + rms_eps)
     z += row * (N * (2 + N))
     step = rows.to(tl.int64) * (N * (2 + N))
-    entry = _at(z, stream, step, SEGMENTS) / norm * tl.load(scale + stream) + tl.load(base + stream)
+    entry = _at(z, stream, step, SEGMENTS, PARTS) / norm * tl.load(scale + stream) + tl.load(
+        base + stream
+    )
     pre = sigmoid(entry) + eps
     at = N + stream
-    leave = _at(z, at, step, SEGMENTS) / norm * tl.load(scale + at) + tl.load(base + at)
+    leave = _at(z, at, step, SEGMENTS, PARTS) / norm * tl.load(scale + at) + tl.load(base + at)
     leave = sigmoid(leave) * 2.0
     at = 2 * N + square
-    logits = _at(z, at, step, SEGMENTS) / norm * tl.load(scale + at) + tl.load(base + at)
+    logits = _at(z, at, step, SEGMENTS, PARTS) / norm * tl.load(scale + at) + tl.load(base + at)
+    logits = tl.reshape(logits, (N, N))
+    square = tl.reshape(square, (N, N))
     tl.store(post + row * N + stream, leave)
     tl.store(comb + row * N * N + square, _balanced(logits, eps, ITERATIONS))
     mixed = tl.sum(x * pre[:, None], 0)[None, :].to(out.dtype.element_ty).to(tl.float32)
@@ -151,8 +155,9 @@ def enter(
         _enter[(rows,)](
             streams, z, base, scale, weight, out, post, comb,
             float(eps), float(rms_eps), float(norm_eps), rows,
-            SEGMENTS=z.shape[0], N=n, WIDTH=width, PADDED=padded, ITERATIONS=iterations,
-            num_warps=min(max(n * padded // 1024, 1), 16), enable_fp_fusion=False,
+            SEGMENTS=z.shape[0], PARTS=power_of_two(z.shape[0]), N=n, WIDTH=width, PADDED=padded,
+            ITERATIONS=iterations, num_warps=min(max(n * padded // 1024, 1), 16),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out, post, comb
 
