@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from live_server import Running, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from merestone import __version__
-from merestone.serve.server import AddressRefused, bind
+from merestone.serve import server as server_module
+from merestone.serve.server import SWITCH_S, AddressRefused, bind
 from merestone.serve.service import ServerOptions
 from merestone.serve.template import ModelText
 
@@ -230,3 +233,26 @@ def test_an_address_in_use_is_one_error() -> None:
     with pytest.raises(AddressRefused, match=f"cannot listen on 127.0.0.1:{port}"):
         bind("127.0.0.1", port)
     listener.close()
+
+
+def test_the_process_of_a_server_is_set_up_for_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread waits for Python's 5 ms, and no collection looks through what was loaded."""
+    seen: list[tuple[float, bool]] = []
+
+    class Brief:
+        lost = None
+
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            seen.append((sys.getswitchinterval(), gc.get_freeze_count() > 0))
+
+    monkeypatch.setattr(server_module, "Server", Brief)
+    before = sys.getswitchinterval()
+    try:
+        with socket.socket() as listener:
+            assert server_module.run(Any, listener, 0.0, lambda: None) is None  # type: ignore[arg-type]
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+    assert seen == [(pytest.approx(SWITCH_S), True)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -16,6 +18,12 @@ from merestone.serve.service import Service
 LINGER_S = 2.0
 """How long a server without an engine still answers: clients get their errors, ``/health`` says
 why."""
+
+
+SWITCH_S = 0.0005
+"""How long a thread that needs the interpreter waits for one that does not let go. The engine's
+thread needs it again after every wait for its device: Python's 5 ms would be most of a step beside
+a server that is busy with replies."""
 
 
 class AddressRefused(OSError):
@@ -104,7 +112,11 @@ def run(
     service: Service, listener: socket.socket, grace: float, announce: Callable[[], None]
 ) -> str | None:
     """Serve until SIGINT or SIGTERM, or until the engine is lost; returns when everything has
-    ended: why the engine was lost, or None."""
+    ended: why the engine was lost, or None. The process is the server's from here on."""
+    sys.setswitchinterval(SWITCH_S)
+    # What was loaded stays: to look through it for garbage would stop every stream for 0.1 s.
+    gc.collect()
+    gc.freeze()
     server = Server(service, grace, announce)
     server.run(sockets=[listener])
     return server.lost
