@@ -7,6 +7,7 @@ over ``dcp`` neighbouring ranks of those: ranks 0 .. dcp - 1, then the next ones
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -67,8 +68,10 @@ class World:
         return int(self.ranks.gather(torch.tensor([count], device=self.device)).min())
 
     def close(self) -> None:
-        """Leave the groups; the world must not be used afterwards."""
+        """Leave the groups; neither the world nor a CUDA graph that exchanges something may be used
+        afterwards, and the latter must not be referred to any more: NCCL waits for their end."""
         if self.tp > 1:
+            gc.collect()
             distributed.destroy_process_group()
 
 
