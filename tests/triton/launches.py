@@ -151,21 +151,31 @@ def hyper_connections(rows: int) -> None:
     mean(leave(streams, y, post, comb))
 
 
+def mix(rows: int, k: int, shared: bool) -> None:
+    x, bf16 = torch.empty(rows, 512, dtype=torch.bfloat16), torch.bfloat16
+    router = torch.empty(288, 512), torch.empty(288)
+    ids, weights = route(x, *router, k, True, 2.5, shared=shared)
+    # The expert weights are never read: one expert stands for all.
+    gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(288 + shared, -1, -1)
+    down = torch.empty(1, 512, 2048, dtype=bf16).expand(288 + shared, -1, -1)
+    given = x, ids, weights, gate_up, down, 10.0
+    experts(*given)
+    experts_norm(*given, x, x[0], 1e-5)
+
+
 @launch
 def mixture(rows: int) -> None:
-    bf16 = torch.bfloat16
+    """Of more rows than one, which has kernels of its own."""
+    few = max(rows, 2)
+    mix(few, 7, True)
     for more in (0, 1024, 4096):
-        x = torch.empty(rows + more, 512, dtype=bf16)
-        # The expert weights are never read: one expert stands for all.
-        gate_up = torch.empty(1, 4096, 512, dtype=bf16).expand(289, -1, -1)
-        down = torch.empty(1, 512, 2048, dtype=bf16).expand(289, -1, -1)
-        for shared in (False, True) if more == 0 else (False,):
-            router = torch.empty(288, 512), torch.empty(288)
-            ids, weights = route(x, *router, 8 - shared, True, 2.5, shared=shared)
-            count = 288 + shared
-            given = x, ids, weights, gate_up[:count], down[:count], 10.0
-            experts(*given)
-            experts_norm(*given, x, x[0], 1e-5)
+        mix(few + more, 8, False)
+
+
+@launch
+def mixture_of_one(rows: int) -> None:
+    for shared in (False, True):
+        mix(1, 8, shared)
 
 
 @launch

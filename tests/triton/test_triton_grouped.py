@@ -34,13 +34,15 @@ def test_route(draw, device: str) -> None:
     assert ids[0].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("rows", [1, 11, 200])
+@pytest.mark.parametrize("rows", [2, 11, 200])
 def test_sort_is_stable(device: str, rows: int) -> None:
     source = torch.Generator().manual_seed(rows)
     ids = torch.randint(EXPERTS, (rows, K), dtype=torch.int32, generator=source)
     ids[ids == 2] = 4  # an expert that nobody chose
     entries = sort_by_expert(ids.to(device), EXPERTS, torch.float32)
     assert torch.equal(entries.order.cpu().long(), ids.flatten().sort(stable=True).indices)
+    assert entries.ends is not None
+    assert entries.tile_ends is not None
     counts = torch.bincount(ids.flatten(), minlength=8)
     assert torch.equal(entries.ends.cpu().long(), counts.cumsum(0))
     tiles = -(-counts // entries.tile.rows)
@@ -71,6 +73,20 @@ def test_tokens_are_their_own(draw, device: str) -> None:
     shared = draw(40, WIDTH)
     both = experts(x, ids, weights, gate_up, down, None, more=shared, out_dtype=torch.float16)
     assert torch.equal(both, (expected + shared).half())
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_row_needs_no_sort(draw, device: str, partial: bool) -> None:
+    """Alone it has the bits that it has beside another."""
+    x, gate_up, down = draw(2, WIDTH), draw(EXPERTS, 2 * INNER, WIDTH), draw(EXPERTS, WIDTH, INNER)
+    ids = torch.tensor([[4, 0, 5], [5, 1, 4]], dtype=torch.int32, device=device)
+    weights = draw(2, K).abs()
+    both = experts(x, ids, weights, gate_up, down, None, partial)
+    for row in (slice(0, 1), slice(1, 2)):
+        assert sort_by_expert(ids[row], EXPERTS, torch.float32).ends is None
+        alone = experts(x[row], ids[row], weights[row], gate_up, down, None, partial)
+        assert torch.equal(alone, both[row])
 
 
 @pytest.mark.usefixtures("ordered_dot")

@@ -95,20 +95,41 @@ def _sort_few(
     tl.store(tile_ends + place, tl.cumsum((total + ROWS - 1) // ROWS, 0))
 
 
+@triton.jit
+def tile_of(
+    tile, order, ends, tile_ends, ROWS: tl.constexpr, PADDED: tl.constexpr, SINGLE: tl.constexpr
+):  # fmt: skip
+    """Of a tile of :class:`Sorted`: whether it exists, its expert, its first place, and where its
+    expert ends. SINGLE: of one row."""
+    if SINGLE:
+        return True, tl.load(order + tile), tile, tile + 1
+    else:
+        expert = tl.arange(0, PADDED)
+        last_tiles = tl.load(tile_ends + expert)
+        exists = tile < tl.max(last_tiles, 0)
+        mine = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+        before = tl.max(tl.where(expert == mine - 1, last_tiles, 0), 0)
+        first = tl.load(ends + mine - 1, mask=exists & (mine > 0), other=0)
+        end = tl.load(ends + mine, mask=exists, other=0)
+        return exists, mine, first + (tile - before) * ROWS, end
+
+
 @dataclass(frozen=True, slots=True)
 class Sorted:
     """Entries (row * k + choice) by expert: ``order`` [n], and where experts end, in entries
-    (``ends``) and in tiles of ``tile.rows`` (``tile_ends``), padded; all int32."""
+    (``ends``) and in tiles of ``tile.rows`` (``tile_ends``), padded; all int32. Of one row nothing
+    is sorted: an entry is a tile, and ``order`` holds its expert."""
 
     order: Tensor
-    ends: Tensor
-    tile_ends: Tensor
+    ends: Tensor | None
+    tile_ends: Tensor | None
     tile: Tile
     most_tiles: int
 
 
 def sort_by_expert(ids: Tensor, experts: int, dtype: torch.dtype) -> Sorted:
-    """Stable order of the entries of ids [T, k] int32 by expert, for products in ``dtype``."""
+    """Stable order of the entries of ids [T, k] int32 by expert, for products in ``dtype``; see
+    :class:`Sorted` for one row."""
     assert ids.dtype == torch.int32
     assert ids.is_contiguous()
     count, padded = ids.numel(), power_of_two(experts)
@@ -116,6 +137,8 @@ def sort_by_expert(ids: Tensor, experts: int, dtype: torch.dtype) -> Sorted:
     tile = _FP32
     if dtype == torch.bfloat16:
         tile = next((tile for most, tile in _BF16 if mean <= most), _BF16_MANY)
+    if ids.shape[0] == 1:
+        return Sorted(ids[0], None, None, tile, count)
     parts = blocks(count, _ENTRIES)
     offsets = torch.empty(parts, padded, dtype=torch.int32, device=ids.device)
     order = torch.empty(count, dtype=torch.int32, device=ids.device)

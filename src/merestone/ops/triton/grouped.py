@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from merestone.ops.triton.by_expert import NARROW, Sorted, sort_by_expert
+from merestone.ops.triton.by_expert import NARROW, Sorted, sort_by_expert, tile_of
 from merestone.ops.triton.elementwise import gated, sigmoid
 from merestone.ops.triton.gemm import segment_products, segment_sum
 from merestone.ops.triton.launch import aligned, blocks, power_of_two
@@ -128,6 +128,7 @@ def _product(
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
     LIMITED: tl.constexpr,
+    SINGLE: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -136,20 +137,15 @@ def _product(
 ):
     """Grid: (tiles at most, tiles of columns). GATHER: reads tokens' rows, writes sorted ones; else
     reads sorted rows and writes them to their entries. GATED: the weight has 2 N rows, gates first,
-    and what is written is gated."""
+    and what is written is gated. SINGLE: entries are those of one row, not sorted."""
     tile = tl.program_id(0)
-    expert = tl.arange(0, PADDED)
-    last_tiles = tl.load(tile_ends + expert)
-    mine = tl.sum((last_tiles <= tile).to(tl.int32), 0)
-    if tile < tl.max(last_tiles, 0):
-        before = tl.max(tl.where(expert == mine - 1, last_tiles, 0), 0)
-        first = tl.load(ends + mine - 1, mask=mine > 0, other=0)
-        end = tl.load(ends + mine)
-        place = first + (tile - before) * ROWS + tl.arange(0, ROWS)
+    exists, mine, first, end = tile_of(tile, order, ends, tile_ends, ROWS, PADDED, SINGLE)
+    if exists:
+        place = first + tl.arange(0, ROWS)
         inside = place < end
         # Places past the end repeat the last one: they are computed and not stored.
         place = tl.minimum(place, end - 1)
-        entry = tl.load(order + place)
+        entry = place if SINGLE else tl.load(order + place)
         left = tl.program_id(1) * COLUMNS
         column = tl.arange(0, COLUMNS)
         source = entry // PER_ROW if GATHER else place
@@ -303,7 +299,8 @@ def _grouped(
             x, weight, out, entries.order, entries.ends, entries.tile_ends,
             n, k, x.stride(0), weight.stride(0), weight.stride(1), float(limit or 0.0),
             PER_ROW=per_row, GATHER=gather, GATED=gated, LIMITED=limit is not None,
-            PADDED=entries.ends.shape[0],
+            SINGLE=entries.ends is None,
+            PADDED=1 if entries.ends is None else entries.ends.shape[0],
             ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, EVEN=k % tile.depth == 0,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
