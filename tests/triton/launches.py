@@ -126,6 +126,8 @@ def sparse_index(rows: int) -> None:
     tables = torch.zeros(rows, rows, dtype=torch.int32)
     positions = torch.empty(4, 128)
     keys, gates, weights = torch.split(raw_rows, [128, 128, 32], 1)
+    # Keys come from a norm, gates as they lie.
+    keys = keys.contiguous()
     write_pools(keys, gates, raw, raw, positions, pools, tables, one, one, sequences(rows))
     q = torch.empty(rows, 32, 128, dtype=bf16)
     scores = pool_scores(q, weights, pools, tables, one, one, longest=512 * rows)

@@ -29,10 +29,10 @@ def written(keys: Tensor, gates: Tensor, positions: Tensor, first: int, device: 
     numbers = torch.arange(first // SIZE, keys.shape[0] // SIZE, dtype=torch.int32, device=device)
     none = ints(0, device=device)
     sequences = Sequences(ints(first, device=device), none, none, table[None], none[None] - 1)
-    # Raw rows are parts of one product.
+    # Gates are a part of a product, keys come from a norm.
     both = torch.cat([keys, gates], 1)[first:]
     write_pools(
-        both[:, :DIM], both[:, DIM:], *views, positions, pools,
+        keys[first:], both[:, DIM:], *views, positions, pools,
         table.flip(0)[None].contiguous(), torch.zeros_like(numbers), numbers, sequences,
     )  # fmt: skip
     assert not pools[1:3].isfinite().any(), "a frame of somebody else was written"

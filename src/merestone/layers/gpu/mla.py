@@ -56,7 +56,6 @@ class GpuIndexer:
         s = self.shape
         raw, gate, weights, _ = torch.split(linear(x, self._inputs), self._splits, 1)
         key = layer_norm(raw, self._norm, self._shift, _INDEX_EPS)
-        gate = gate.clone(memory_format=torch.contiguous_format)
         kept = [state.rows(self.layer, name) for name in ("kk", "ga")]
         table = step.sequences.open_pages
         for rows, pages in zip((key, gate), kept, strict=True):

@@ -37,7 +37,8 @@ def _pool(
     full_pages,
     page_entries,
     full_entries,
-    new_row,
+    key_row,
+    gate_row,
     key_frame,
     out_frame,
     PAGE: tl.constexpr,
@@ -57,14 +58,14 @@ def _pool(
     at = number * SIZE + member
     fresh = exists & (at >= start)
     stale = exists & (at < start)
-    new_at = (tl.load(row + sequence) + at - start).to(tl.int64) * new_row
+    new_at = (tl.load(row + sequence) + at - start).to(tl.int64)[:, None]
     entry = open_pages + sequence * page_entries + at // PAGE
     frame = tl.load(entry, mask=stale, other=0).to(tl.int64)
     old_at = frame * key_frame + (at % PAGE) * DIM
     here, there = fresh[:, None], stale[:, None]
-    new_at, old_at = new_at[:, None] + column, old_at[:, None] + column
-    new_key = tl.load(new_keys + new_at, mask=here, other=0.0)
-    new_gate = tl.load(new_gates + new_at, mask=here, other=0.0)
+    old_at = old_at[:, None] + column
+    new_key = tl.load(new_keys + new_at * key_row + column, mask=here, other=0.0)
+    new_gate = tl.load(new_gates + new_at * gate_row + column, mask=here, other=0.0)
     key = tl.where(here, new_key, tl.load(key_pages + old_at, mask=there, other=0.0))
     gate = tl.where(here, new_gate, tl.load(gate_pages + old_at, mask=there, other=0.0))
     place = tl.load(positions + member[:, None] * DIM + column)
@@ -219,14 +220,14 @@ def write_pools(
     not that one).
 
     Args:
-        keys, gates: [N, D] the step's raw rows, of one stride. key_pages, gate_pages: [frames,
-            page, D], those of the open pages.
+        keys, gates: [N, D] the step's raw rows, each of its stride. key_pages, gate_pages:
+            [frames, page, D], those of the open pages.
         positions: [P, D] fp32, added to the gates of a pool's P members.
         pool_pages: [frames, page / P, D], written. full_pages: [S, n] int32.
     """
     size, dim = positions.shape
     count = pool_number.shape[0]
-    assert keys.stride() == gates.stride() == (keys.stride(0), 1)
+    assert keys.shape == gates.shape
     assert key_pages.stride() == gate_pages.stride()
     assert key_pages.stride(1) == pool_pages.stride(1) == dim
     assert size & (size - 1) == dim & (dim - 1) == 0, (size, dim)
@@ -239,7 +240,7 @@ def write_pools(
         keys, gates, key_pages, gate_pages, positions, pool_pages, pool_sequence, pool_number,
         pool_number if pool_own is None else pool_own, sequences.first, sequences.row,
         sequences.open_pages, full_pages, sequences.open_pages.shape[1], full_pages.shape[1],
-        keys.stride(0), key_pages.stride(0), pool_pages.stride(0),
+        keys.stride(0), gates.stride(0), key_pages.stride(0), pool_pages.stride(0),
         PAGE=key_pages.shape[1], FULL_PAGE=pool_pages.shape[1] * size, SIZE=size, DIM=dim,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
