@@ -34,8 +34,8 @@ SPAN = 512
 _STEP = 64
 _DEPTH = 64
 _NARROW, _WIDE = 16, 64
-# Columns that a program mixes, and warps, for few rows and for many.
-_FEW, _MANY = (128, 4), (256, 8)
+# Columns that a program mixes, warps and stages, for few rows and for many.
+_FEW, _MANY = (128, 4, 3), (256, 8, 3)
 # Weights that exist at once.
 _MOST_WEIGHTS = 1 << 29
 
@@ -73,14 +73,17 @@ def _keys_at(
         return pages, frame * page_frame + (position % PAGE) * DIM
 
 
-@triton.jit(do_not_specialize=["table_entries", "length", "from_item"])
+@triton.jit(do_not_specialize=["table_entries", "spans", "from_item"])
 def _weigh(
     q, pages, tables, items, seen, selection, weights, peaks, scale, page_frame, table_entries,
-    length, from_item,
+    spans, from_item,
     CHOICES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SELECTED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, DEPTH: tl.constexpr,
+    SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, items). weights [items, ROWS, length], peaks [items, ROWS, length / TILE]."""
+    """Grid: (tiles, items). weights [items, ROWS, length], peaks [items, ROWS, length / TILE], where
+    the length is ``spans`` times SPAN: so the compiler knows that rows begin on the vector grid."""
+    length = spans * SPAN
     tile, item = tl.program_id(0), tl.program_id(1)
     sequence, row, _, sees, last = _rows(items, item + from_item, seen, HEADS, ROWS)
     start = tile * TILE
@@ -164,16 +167,17 @@ def _log_sum(highest, total, damaged):
     return tl.where(total == 0.0, float("-inf"), highest + tl.log(_divisor(total, damaged)))
 
 
-@triton.jit(do_not_specialize=["table_entries", "length", "from_item"])
+@triton.jit(do_not_specialize=["table_entries", "spans", "from_item"])
 def _mix(
     pages, tables, items, seen, selection, weights, peaks, parts, stats, out, lse, page_frame,
-    table_entries, length, from_item,
+    table_entries, spans, from_item,
     CHOICES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr, STEP: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of columns, items, spans if SPLIT else 1). SPLIT stores each span's results,
     parts [flat rows, spans, WIDTH] and stats [.., 2]; else spans are merged as they come."""
+    length = spans * SPAN
     left, item, span = tl.program_id(0) * COLUMNS, tl.program_id(1), tl.program_id(2)
     sequence, row, valid, _, last = _rows(items, item + from_item, seen, HEADS, ROWS)
     row, valid = row[:, None], valid[:, None]
@@ -192,7 +196,7 @@ def _mix(
                 weights, peaks, pages, table, chosen, span, last, length, page_frame, left,
                 PAGE, DIM, ROWS, COLUMNS, TILE, SPAN, STEP, SELECTED,
             )  # fmt: skip
-            at = row * (length // SPAN) + span
+            at = row * spans + span
             tl.store(parts + at * WIDTH + column, mixed, mask=valid)
             tl.store(stats + at * 2, highest, mask=valid & (left == 0))
             tl.store(stats + at * 2 + 1, total, mask=valid & (left == 0))
@@ -328,11 +332,11 @@ def attend(
         "SELECTED": selection is not None, "HEADS": heads, "enable_fp_fusion": False,
     }  # fmt: skip
     common = {
-        **picks, "PAGE": keys.pages.shape[1], "DIM": dim, "ROWS": height, "TILE": TILE,
+        **picks, "PAGE": keys.pages.shape[1], "DIM": dim, "ROWS": height, "TILE": TILE, "SPAN": SPAN,
     }  # fmt: skip
     tables = (keys.pages, keys.tables, work, seen, seen if selection is None else selection)
-    sizes = keys.pages.stride(0), keys.tables.shape[1], length
-    columns, warps = _FEW if split else _MANY
+    sizes = keys.pages.stride(0), keys.tables.shape[1], spans
+    columns, warps, stages = _FEW if split else _MANY
     columns = min(columns, width)
     for first in range(0, work.shape[0], each):
         some = min(each, work.shape[0] - first)
@@ -342,8 +346,8 @@ def attend(
         )  # fmt: skip
         _mix[(width // columns, some, spans if split else 1)](
             *tables, weights, peaks, parts, stats, out, lse, *sizes, first,
-            WIDTH=width, COLUMNS=columns, SPAN=SPAN, STEP=min(_STEP, TILE), SPLIT=split,
-            num_warps=warps, num_stages=3, **common,
+            WIDTH=width, COLUMNS=columns, STEP=min(_STEP, TILE), SPLIT=split,
+            num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip
     if split:
         _merge[(rows * heads,)](
