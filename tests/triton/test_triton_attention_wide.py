@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from test_triton_attention import DIM, HEADS, SCALE, paged, run
 
 from merestone.ops.triton import attention, attention_wide
 from merestone.ops.triton.attention import items
 from merestone.ops.triton.attention_wide import Weighing, attend_wide
-from test_triton_attention import DIM, HEADS, SCALE, paged, run
 
 HELD = Weighing(depth=64, warps=8, stages=4, band=2, held=True)
 STORED = Weighing(depth=64, warps=4, stages=3, band=2, held=False)

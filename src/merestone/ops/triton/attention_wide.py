@@ -196,9 +196,7 @@ def _mix_spans(
             span_mixed = tl.dot(some, keys, span_mixed, input_precision="ieee")
         span_highest = tl.load(highests + last // SPAN * ROWS)
         span_total = tl.load(totals + last // SPAN * ROWS)
-        highest, total, mixed = _joined(
-            highest, total, mixed, span_highest, span_total, span_mixed
-        )
+        highest, total, mixed = _joined(highest, total, mixed, span_highest, span_total, span_mixed)
     column = left + tl.arange(0, COLUMNS)[None, :]
     result = mixed / _divisor(total, False)[:, None]
     to = out + (row * WIDTH)[:, None] + column
