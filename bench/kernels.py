@@ -24,7 +24,9 @@ from bench.about import publish
 from bench.timing import Call, about_device, copies, microseconds
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows
-from merestone.ops.triton.attention import Keys, attend, items
+from merestone.ops.triton.attention import NARROW, WIDE, Keys, attend, items
+from merestone.ops.triton.attention_wide import ROWS as WIDEST
+from merestone.ops.triton.attention_wide import attend_wide
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, route
@@ -263,9 +265,11 @@ def _attend(
     work = items(parts, heads, height).cuda()
     sees = torch.arange(seen - rows + 1, seen + 1, dtype=torch.int32, device="cuda").repeat(batch)
     keys = Keys(arena, frames)
-    call = partial(
-        attend, q, keys, work, sees, 0.1, longest=seen, split=split, height=height, width=width
-    )
+    call = partial(attend_wide, q, keys, work, sees, 0.1, longest=seen, width=width)
+    if height < WIDEST:
+        call = partial(
+            attend, q, keys, work, sees, 0.1, longest=seen, split=split, height=height, width=width
+        )
     pairs = batch * (rows * seen - rows * (rows - 1) // 2)
     return call, 2 * pairs * heads * (dim + width)
 
@@ -280,17 +284,19 @@ def attention() -> Iterator[Row]:
                     continue
                 size = batch * seen * dim * 2
                 sets = min(copies(size), 8)
-                for height in (16, min(heads, 64)):
+                for height in (16, NARROW):
                     calls = [
                         _attend(heads, dim, width, 1, seen, True, batch, height)[0]
                         for _ in range(sets)
                     ]
                     label = f"{name} decode x{batch}, {seen} keys, items of {height}"
                     yield row(label, microseconds(calls), bytes=size)
-        for rows, seen in ((1024, 1024), (8192, 8192), (4096, 32768)):
-            call, work = _attend(heads, dim, width, rows, seen, False, 1, 64)
-            us = microseconds([call], graph=False)
-            yield row(f"{name} prefill {rows} rows, {seen} keys", us, flops=work)
+        for rows, seen in ((1024, 1024), (8192, 8192), (4096, 32768), (8192, 32768)):
+            for height in (WIDE, WIDEST):
+                call, work = _attend(heads, dim, width, rows, seen, False, 1, height)
+                us = microseconds([call], graph=False)
+                label = f"{name} prefill {rows} rows, {seen} keys, items of {height}"
+                yield row(label, us, flops=work)
 
 
 @section
@@ -314,7 +320,7 @@ def sparse() -> Iterator[Row]:
         keys = Keys(draw(33, 1024, 512), torch.arange(32, dtype=torch.int32, device="cuda")[None])
         queries = draw(rows, 64, 512)
         split = rows < 512
-        work = items([(0, i, 1) for i in range(rows)], 64, 16 if split else 64).cuda()
+        work = items([(0, i, 1) for i in range(rows)], 64, NARROW if split else WIDE).cuda()
         chosen = partial(
             attend, queries, keys, work, counts, 0.1, longest=2112, split=split, selection=selection
         )

@@ -33,10 +33,12 @@ def steps(draw: st.DrawFn) -> list[Work]:
     return [work(slot, *span) for slot, span in enumerate(found)]
 
 
-def filled(works: list[Work], *, heads: int, pool: int, spare: int) -> tuple[Tables, dict]:
+def filled(
+    works: list[Work], *, heads: int, pool: int, spare: int, wide: bool = False
+) -> tuple[Tables, dict]:
     rows = sum(w.end - w.start for w in works) + spare
     key = Key(rows, len(works) + spare // 3, 4096, True)
-    tables = Tables(key, chunk=CHUNK, heads=heads, pool=pool, frames=FRAMES)
+    tables = Tables(key, chunk=CHUNK, heads=heads, pool=pool, frames=FRAMES, wide=wide)
     buffer = np.full(tables.size, 12345, np.int32)
     tables.fill(buffer, works, PADDING)
     return tables, {name: tables._part(buffer, name) for name in tables._places}
@@ -44,10 +46,13 @@ def filled(works: list[Work], *, heads: int, pool: int, spare: int) -> tuple[Tab
 
 @settings(max_examples=60, deadline=None)
 @given(
-    steps(), st.sampled_from([4, 32, 64, 128]), st.sampled_from([0, 4]), st.sampled_from([0, 1, 40])
-)
-def test_every_row_has_its_place(works: list[Work], heads: int, pool: int, spare: int) -> None:
-    tables, t = filled(works, heads=heads, pool=pool, spare=spare)
+    steps(), st.sampled_from([4, 32, 64, 128]), st.sampled_from([0, 4]),
+    st.sampled_from([0, 1, 40]), st.booleans(),
+)  # fmt: skip
+def test_every_row_has_its_place(
+    works: list[Work], heads: int, pool: int, spare: int, wide: bool
+) -> None:
+    tables, t = filled(works, heads=heads, pool=pool, spare=spare, wide=wide and not pool)
     rows, last = tables.key.rows, tables.key.sequences
     expected = [(i, p) for i, w in enumerate(works) for p in range(w.start, w.end)]
     expected += [(last, 0)] * (rows - len(expected))
@@ -67,7 +72,7 @@ def test_every_row_has_its_place(works: list[Work], heads: int, pool: int, spare
         covered[first : first + count] += 1
         owners = {expected[flat // heads][0] for flat in range(first, first + count)}
         assert owners <= {sequence}
-        assert count <= (16 if tables.split else 64)
+        assert count <= (32 if tables.split else 128 if wide and not pool else 64)
         assert not pool or count == 0 or first // heads == (first + count - 1) // heads
     assert (covered == 1).all()
     if pool:

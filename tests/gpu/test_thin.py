@@ -12,8 +12,11 @@ from gpu.machine import DEVICE, GpuReal
 from layers.test_glm5_next import CONFIG, build
 from layers.test_kimi_linear_rows import CONFIG as KIMI
 from layers.test_kimi_linear_rows import build as build_kimi
+from merestone.device import gpu_tables
 from merestone.engine.api import TokenEvent
+from merestone.layers.gpu import mla
 from merestone.models.gpu import on_gpu
+from merestone.ops.triton import attention, attention_wide
 from models.plain_loop import PlainLoop
 
 LAYERS = {
@@ -61,6 +64,27 @@ def test_the_cpus_answer_cold_and_restored(case: str, length: int) -> None:
     real.drain()
     assert replies[0].restored == length
     assert answer(replies[0]) == answer(cold)
+
+
+def test_many_rows_and_few_have_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills by wide items, decoding by narrow ones, and no wide ones at all."""
+    for name, value in (("TILE", 16), ("SPAN", 32)):
+        monkeypatch.setattr(attention, name, value)
+    monkeypatch.setattr(gpu_tables, "SPLIT_ROWS", 4)
+    model, widths = on_gpu(CASES["kimi"](), DEVICE), []
+
+    def counted(*args, **options):
+        widths.append(args[0].shape[0])
+        return attention_wide.attend_wide(*args, **options)
+
+    monkeypatch.setattr(mla, "attend_wide", counted)
+    answers = []
+    for fit in (False, True):
+        monkeypatch.setattr(mla, "fits", lambda pages, fit=fit: fit)
+        real = GpuReal(model, frames=300, max_running=2, token_budget=256)
+        answers.append(answer(real.ask(prompt(19, 3), 2)))
+        assert widths == [19] * fit
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from merestone.core.geometry import GroupSpec
-from merestone.ops.triton.attention import Keys, attend, items
+from merestone.ops.triton.attention import NARROW, WIDE, Keys, attend, items
+from merestone.ops.triton.attention_wide import ROWS, attend_wide
 from merestone.ops.triton.block import Context, attend_block, convolve
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.draw import draw, draws
@@ -101,7 +102,7 @@ def attention(rows: int) -> None:
     seen = torch.ones(rows, dtype=torch.int32)
     parts = [(row, row, 1) for row in range(rows)]
     for selection in (None, torch.zeros(rows, 2112, dtype=torch.int32)):
-        for height, split in ((16, True), (64, True), (64, False)):
+        for height, split in ((NARROW, True), (WIDE, True), (WIDE, False)):
             work, longest = items(parts, 64, height), 512 * rows
             attend(
                 q, keys, work, seen, 0.1, longest=longest, split=split, height=height,
@@ -110,9 +111,23 @@ def attention(rows: int) -> None:
     # A part that only scores, as Kimi-Linear has it.
     q = torch.empty(rows, 32, 576, dtype=torch.bfloat16)
     keys = Keys(arena.as_strided((2, 1024, 576), (1 << 20, 576, 1)), tables)
-    for height, split in ((16, True), (32, True), (64, False)):
+    for height, split in ((16, True), (NARROW, True), (WIDE, False)):
         work, longest = items(parts, 32, height), 512 * rows
         attend(q, keys, work, seen, 0.1, longest=longest, split=split, height=height)
+
+
+@launch
+def wide_attention(rows: int) -> None:
+    """Of Kimi-Linear: alone, and where ranks share tokens. And of the tiny model's width."""
+    bf16, seen = torch.bfloat16, torch.ones(rows, dtype=torch.int32)
+    arena = torch.empty(2, 1 << 20, dtype=bf16)
+    tables = torch.zeros(rows, rows, dtype=torch.int32)
+    for heads, dim in ((32, 576), (4, 64)):
+        q = torch.empty(rows, heads, dim, dtype=bf16)
+        keys = Keys(arena.as_strided((2, 1024, dim), (1 << 20, dim, 1)), tables)
+        work = items([(row, row, 1) for row in range(rows)], heads, ROWS)
+        for out_dtype in (bf16, torch.float32):
+            attend_wide(q, keys, work, seen, 0.1, longest=512 * rows, out_dtype=out_dtype)
 
 
 @launch

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from merestone.ops.triton import attention
-from merestone.ops.triton.attention import Keys, attend, attend_naive, items
+from merestone.ops.triton.attention import NARROW, WIDE, Keys, attend, attend_naive, items
 
 HEADS, DIM, PAGE, SCALE = 4, 32, 16, 0.3
 
@@ -47,7 +47,7 @@ def run(
     height: int | None = None,
     selection: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    work = items(parts, q.shape[1], height or (16 if split else 64)).to(q.device)
+    work = items(parts, q.shape[1], height or (NARROW if split else WIDE)).to(q.device)
     sees = torch.tensor(seen, dtype=torch.int32, device=q.device)
     return attend(
         q,

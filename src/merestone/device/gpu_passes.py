@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from merestone.device.gpu_state import RING, GpuState, sent
-from merestone.device.gpu_tables import Ints, Key, Tables
+from merestone.device.gpu_tables import SPLIT_ROWS, Ints, Key, Tables
+from merestone.layers.gpu.mla import takes_wide
 from merestone.models.gpu import GpuModel
 from merestone.models.interface import CHUNK
 from merestone.ops.triton.attention import SPAN
@@ -107,12 +108,17 @@ class Passes:
         self._each = drafts + 1
         self._taps = taps
         self.graphs = graphs
+        self._wide = takes_wide(model.attention, state)
         self._forwards: dict[Key, tuple[Tables, torch.cuda.CUDAGraph, Passed]] = {}
         self._samples: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self.graph_bytes = 0
         most = max(bucket(rows, MIXED) or rows, slots * self._each)
-        size = self._of(Key(most, slots, SHORTEST, True)).size
+        # Of few rows the items of attention are smaller: there may be more of them.
+        sizes = (
+            self._of(Key(n, slots, SHORTEST, True)).size for n in (most, min(most, SPLIT_ROWS))
+        )
+        size = max(sizes)
         pinned = state.device != "cpu"
         self._hosts = _two(size, pinned)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
@@ -124,7 +130,7 @@ class Passes:
     def _of(self, key: Key) -> Tables:
         return Tables(
             key, chunk=CHUNK, heads=self._model.heads, pool=self._model.pool,
-            frames=self._state.layout.anchor_frames,
+            frames=self._state.layout.anchor_frames, wide=self._wide,
         )  # fmt: skip
 
     # -- the forward pass -----------------------------------------------------------------------

@@ -20,6 +20,8 @@ from torch import Tensor
 from merestone.device.gpu_state import GpuState
 from merestone.layers.gpu.ranks import hold
 from merestone.layers.gpu.step import Rebuild, Step
+from merestone.ops.triton.attention import NARROW, WIDE
+from merestone.ops.triton.attention_wide import ROWS
 from merestone.ops.triton.kda import Pass
 from merestone.ops.triton.rows import Sequences
 from merestone.sched.plan import Work
@@ -28,9 +30,8 @@ Ints = NDArray[np.int32]
 
 _GRID = 4
 """Tables start at multiples of so many entries: 16 bytes."""
-_SPLIT_ROWS = 64
+SPLIT_ROWS = 64
 """Up to so many rows a program for every span of keys; above, enough programs without."""
-_NARROW, _WIDE = 16, 64
 _FED = (0,)
 
 
@@ -74,13 +75,17 @@ class _Rows:
 
 class Tables:
     """The tables of one key in a buffer of int32. ``heads`` and ``pool`` as in a GpuModel;
-    ``frames`` of an anchor."""
+    ``frames`` of an anchor. ``wide``: attention of many rows may take the wide items of
+    :mod:`merestone.ops.triton.attention_wide`."""
 
-    def __init__(self, key: Key, *, chunk: int, heads: int, pool: int, frames: int) -> None:
+    def __init__(
+        self, key: Key, *, chunk: int, heads: int, pool: int, frames: int, wide: bool = False
+    ) -> None:
         self.key = key
         self._chunk, self._heads, self._pool, self._frames = chunk, heads, pool, frames
-        self.split = key.rows <= _SPLIT_ROWS
-        self._height = _NARROW if self.split else _WIDE
+        self.split = key.rows <= SPLIT_ROWS
+        self.wide = wide and not self.split
+        self._height = ROWS if self.wide else NARROW if self.split else WIDE
         n, s = key.rows, key.sequences + 1
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
             ("tokens", "row_sequence", "row_position", "seen"), (n,)
@@ -254,6 +259,7 @@ class Tables:
             pools=t["pools"],
             work=t["work"],
             split=self.split,
+            wide=self.wide,
             longest=self.key.longest,
             held=hold(
                 state.arena.shards(rows), t["row_position"], t["seen"], t["pools"][1],

@@ -14,11 +14,9 @@ from merestone.layers.gpu.mlp import gpu_mlp
 from merestone.layers.gpu.step import DeviceState, Step
 from merestone.layers.state import Field
 from merestone.models.glm5_next_mtp import Glm5NextMtp
-from merestone.ops.triton.attention import TILE, Keys, attend, items
+from merestone.ops.triton.attention import NARROW, TILE, Keys, attend, items
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.norms import add_rms_norm, rms_norm
-
-_HEIGHT = 16
 
 
 class Scratch:
@@ -36,7 +34,7 @@ class Scratch:
         self.sequence = torch.arange(count, dtype=torch.int32, device=device)
         self.place = torch.arange(self.width, dtype=torch.int32, device=device)
         parts = [(row, row, 1) for row in range(count)]
-        self.work = items(parts, shape.heads, _HEIGHT).to(device)
+        self.work = items(parts, shape.heads, NARROW).to(device)
 
 
 class GpuMtp:

@@ -7,6 +7,8 @@ one path for short and long contexts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from merestone.layers.gpu.step import DeviceState, Step
 from merestone.layers.mla import Indexer, MlaLayer
 from merestone.layers.state import Field
 from merestone.ops.triton.attention import Keys, attend
+from merestone.ops.triton.attention_wide import attend_wide, fits
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.latents import write_latents
@@ -211,12 +214,24 @@ def attend_ranks(
     """:func:`merestone.ops.triton.attention.attend` for this rank's heads, in the query's dtype.
     Where ranks share tokens, ``seen`` and ``selection`` are of those held here."""
     together = step.held is not None
-    mixed, lse = attend(
-        join(query, world.neighbours) if together else query, keys, step.work, seen, scale,
-        longest=longest, split=step.split, selection=selection,
-        out_dtype=torch.float32 if together else None,
-    )  # fmt: skip
+    given = join(query, world.neighbours) if together else query, keys, step.work, seen, scale
+    out_dtype = torch.float32 if together else None
+    if step.wide:
+        assert selection is None
+        mixed, lse = attend_wide(*given, longest=longest, out_dtype=out_dtype)
+    else:
+        mixed, lse = attend(
+            *given, longest=longest, split=step.split, selection=selection, out_dtype=out_dtype
+        )
     return merge_ranks(mixed, lse, world.neighbours, query.dtype) if together else mixed
+
+
+def takes_wide(layers: Sequence[object], state: DeviceState) -> bool:
+    """Whether attention of many rows may take the wide items: no layer of ``layers`` selects what
+    it sees, and the pages of all of them fit."""
+    dense = [layer for layer in layers if isinstance(layer, GpuDenseMla)]
+    selects = any(isinstance(layer, GpuMla) for layer in layers)
+    return not selects and all(fits(state.rows(layer.layer, "latent")) for layer in dense)
 
 
 def absorbed(layer: MlaLayer | DenseMlaLayer, device: str) -> tuple[Tensor, Tensor]:

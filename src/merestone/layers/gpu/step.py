@@ -42,9 +42,9 @@ class Step:
     ``passes``: launches of the recurrence, one after another; ``advance`` [S] and
     ``advance_frames`` [S, n] (-1: none): where anchors stand after them all. ``pools``: sequence
     and number of each pool that the step completes, [2, n] (number -1: none). ``work``: items of
-    attention, as :func:`merestone.ops.triton.attention.items` describes them, for ``split`` or not;
-    ``longest``: an upper bound of the tokens that a row sees. ``held``: what differs where ranks
-    share tokens.
+    attention, as :func:`merestone.ops.triton.attention.items` describes them, for ``split`` or not,
+    or the ``wide`` ones of :mod:`merestone.ops.triton.attention_wide`; ``longest``: an upper bound
+    of the tokens that a row sees. ``held``: what differs where ranks share tokens.
     """
 
     tokens: Tensor
@@ -61,6 +61,7 @@ class Step:
     pools: Tensor
     work: Tensor
     split: bool
+    wide: bool
     longest: int
     held: Held | None = None
 

@@ -31,13 +31,14 @@ TILE = 128
 """Keys of a tile, a constant of the numerics."""
 SPAN = 512
 """Keys of a span, a constant of the numerics."""
+NARROW, WIDE = 32, 64
+"""Rows of an item, for few rows and for many."""
+MOST_WEIGHTS = 1 << 29
+"""Weights that exist at once: a GiB in bf16."""
 _STEP = 64
 _DEPTH = 64
-_NARROW, _WIDE = 16, 64
-# Columns that a program mixes, warps and stages, for few rows and for many.
-_FEW, _MANY = (128, 4, 3), (256, 8, 3)
-# Weights that exist at once.
-_MOST_WEIGHTS = 1 << 29
+# Columns that a program mixes.
+_COLUMNS = 128
 
 
 @triton.jit
@@ -81,8 +82,8 @@ def _weigh(
     ROWS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, DEPTH: tl.constexpr,
     SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, items). weights [items, ROWS, length], peaks [items, ROWS, length / TILE], where
-    the length is ``spans`` times SPAN: so the compiler knows that rows begin on the vector grid."""
+    """Grid: (tiles, items). weights [items, ROWS, length], peaks [items, ROWS, length / TILE]; the
+    length is ``spans`` times SPAN, so that the compiler knows rows to begin on the vector grid."""
     length = spans * SPAN
     tile, item = tl.program_id(0), tl.program_id(1)
     sequence, row, _, sees, last = _rows(items, item + from_item, seen, HEADS, ROWS)
@@ -266,7 +267,8 @@ def items(parts: Sequence[tuple[int, int, int]], heads: int, rows: int) -> Tenso
     return torch.tensor(found, dtype=torch.int32).reshape(-1, 3)
 
 
-def _check(q: Tensor, keys: Keys, width: int, tables: tuple[Tensor, ...]) -> None:
+def check(q: Tensor, keys: Keys, width: int, tables: tuple[Tensor, ...]) -> None:
+    """Assert what the kernels take for granted; ``tables`` besides the keys' own."""
     _, page, dim = keys.pages.shape
     assert q.is_contiguous()
     assert q.shape[2] == dim == keys.pages.stride(1), (q.shape, keys.pages.shape)
@@ -298,8 +300,8 @@ def attend(
 
     Args:
         q: [N, H, L] in the keys' dtype, dense. seen: [N] int32 (0: none, the result is zero).
-        work: :func:`items` of ``height`` rows (16, 32 or 64; by default 16 if ``split``, else 64),
-            on the device.
+        work: :func:`items` of ``height`` rows (16, 32 or 64; by default NARROW if ``split``, else
+            WIDE), on the device.
         longest: an upper bound of ``seen``.
         split: a program for every span (few rows), or one for all of an item's (many). Neither this
             nor the height changes bits.
@@ -311,8 +313,8 @@ def attend(
     """
     rows, heads, dim = q.shape
     width = width or 1 << dim.bit_length() - 1
-    height = height or (_NARROW if split else _WIDE)
-    _check(q, keys, width, (work, seen) if selection is None else (work, seen, selection))
+    height = height or (NARROW if split else WIDE)
+    check(q, keys, width, (work, seen) if selection is None else (work, seen, selection))
     out = torch.empty(rows, heads, width, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
@@ -323,7 +325,7 @@ def attend(
     if split:
         parts = torch.empty(rows * heads, spans, width, dtype=torch.float32, device=q.device)
         stats = torch.empty(rows * heads, spans, 2, dtype=torch.float32, device=q.device)
-    each = max(_MOST_WEIGHTS // (height * length), 1)
+    each = max(MOST_WEIGHTS // (height * length), 1)
     count = min(each, work.shape[0])
     weights = torch.empty(count, height, length, dtype=q.dtype, device=q.device)
     peaks = torch.empty(count, height, length // TILE, dtype=torch.float32, device=q.device)
@@ -332,12 +334,12 @@ def attend(
         "SELECTED": selection is not None, "HEADS": heads, "enable_fp_fusion": False,
     }  # fmt: skip
     common = {
-        **picks, "PAGE": keys.pages.shape[1], "DIM": dim, "ROWS": height, "TILE": TILE, "SPAN": SPAN,
+        **picks, "PAGE": keys.pages.shape[1], "DIM": dim, "ROWS": height, "TILE": TILE,
+        "SPAN": SPAN,
     }  # fmt: skip
     tables = (keys.pages, keys.tables, work, seen, seen if selection is None else selection)
     sizes = keys.pages.stride(0), keys.tables.shape[1], spans
-    columns, warps, stages = _FEW if split else _MANY
-    columns = min(columns, width)
+    columns = min(_COLUMNS, width)
     for first in range(0, work.shape[0], each):
         some = min(each, work.shape[0] - first)
         _weigh[(length // TILE, some)](
@@ -347,7 +349,7 @@ def attend(
         _mix[(width // columns, some, spans if split else 1)](
             *tables, weights, peaks, parts, stats, out, lse, *sizes, first,
             WIDTH=width, COLUMNS=columns, STEP=min(_STEP, TILE), SPLIT=split,
-            num_warps=warps, num_stages=stages, **common,
+            num_warps=4, num_stages=5, **common,
         )  # fmt: skip
     if split:
         _merge[(rows * heads,)](

@@ -1,14 +1,12 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Latent attention for many rows: the sums of `attention`, shaped as two ordinary products.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+"""Latent attention of many rows: the sums of `attention`, shaped as two ordinary products.
 
 Knows what `attention` knows, and that tiles of keys lie in whole pages. Must not know requests. A
-first kernel takes a span of keys at a time: weights by tiles, brought to the span's maximum when
-all of its tiles are known, so that the second is a plain product of weights and keys whose operands
-come by the copy engine, with a merge after every span. Every rounding and every order of a sum is
-the other kernels': the bits are equal.
+first kernel takes a span of keys at a time: the weights of its tiles wait in registers until the
+span's maximum is known, and are brought to it before they are stored. So the second is a plain
+product of weights and keys, with a merge after every span. Operands come by the copy engine. Every
+rounding and every order of a sum is the other kernels': the bits are equal.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,43 +16,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from merestone.ops.triton import attention
 from merestone.ops.triton.attention import Keys, _divisor, _log_sum, _rows, _shares
-from merestone.ops.triton.launch import aligned, blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Weighing:
-    """How weights are computed: depth of a step, warps, stages, items that share a pass over spans
-    (for the L2 cache), and whether a span's weights wait for its maximum in registers."""
-
-    depth: int
-    warps: int
-    stages: int
-    band: int
-    held: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Mixing:
-    """How keys are mixed: columns of a program, keys of a step, warps, stages."""
-
-    columns: int
-    step: int
-    warps: int
-    stages: int
-
+from merestone.ops.triton.launch import blocks
 
 ROWS = 128
 """Rows of an item."""
-_WEIGHING = Weighing(depth=64, warps=4, stages=3, band=16, held=False)
-_MIXING = Mixing(columns=128, step=64, warps=8, stages=7)
-_MOST_WEIGHTS = 1 << 29
+_DEPTH, _STEP, _COLUMNS = 64, 64, 128
+# Items that share a pass over the spans: their queries and a span's keys stay in the L2 cache.
+_BAND = 16
 
 
 @triton.jit
 def _tile_weights(
     q, pages, top, frame, at, scale, start, sees, least,
     DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Weights [ROWS, TILE] of one tile and its maxima [ROWS]."""
     scores = tl.zeros((ROWS, TILE), tl.float32)
@@ -67,78 +41,50 @@ def _tile_weights(
         scores = tl.where(visible, scores, float("-inf"))
     peak = tl.max(scores, 1)
     reference = tl.where(peak == float("-inf"), 0.0, peak)
-    return tl.exp(scores - reference[:, None]).to(DTYPE), peak
+    return tl.exp(scores - reference[:, None]).to(q.dtype), peak
 
 
 @triton.jit(do_not_specialize=["table_entries", "spans", "from_item", "count"])
 def _weigh_spans(
-    q, pages, to, tables, items, seen, weights, peaks, highests, totals, scale, table_entries, spans,
+    q, pages, weights, tables, items, seen, highests, totals, scale, table_entries, spans,
     from_item, count,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SPAN: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
-    HELD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (spans x ``count`` items). weights [count, ROWS, length], as they enter the mixture;
-    peaks [count, tiles, ROWS]; highests and totals [count, spans, ROWS]."""
-    length = spans * SPAN
+    highests and totals [count, spans, ROWS]."""
     band = tl.program_id(0) // (BAND * spans)
     inside = tl.program_id(0) % (BAND * spans)
     height = tl.minimum(count - band * BAND, BAND)
     # The last items see most: they come first.
     item, span = count - 1 - band * BAND - inside % height, inside // height
-    sequence, row, valid, sees, last = _rows(items, item + from_item, seen, HEADS, ROWS)
+    sequence, _, valid, sees, last = _rows(items, item + from_item, seen, HEADS, ROWS)
     if span * SPAN < last:
         least = tl.min(tl.where(valid, sees, last), 0)
         top = tl.load(items + (item + from_item) * 3 + 1)
         table = tables + sequence * table_entries
-        dtype: tl.constexpr = weights.dtype.element_ty
-        ones = tl.full((TILE, 16), 1.0, dtype)
-        total = tl.zeros((ROWS, 16), tl.float32)
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        local, place = tl.arange(0, ROWS), item.to(tl.int64)
-        at_weight = (local * length)[:, None] + tl.arange(0, TILE)[None, :]
-        weights += place * ROWS * length + span * SPAN
-        at_peak = peaks + (place * (length // TILE) + span * (SPAN // TILE)) * ROWS + local
-        if HELD:
-            held, tops = (), ()
-            for t in tl.static_range(SPAN // TILE):
-                start = span * SPAN + t * TILE
-                whole = tl.minimum(start, (last - 1) // TILE * TILE)
-                frame = tl.load(table + whole // PAGE)
-                weight, peak = _tile_weights(
-                    q, pages, top, frame, whole % PAGE, scale, start, sees, least,
-                    DIM, ROWS, TILE, DEPTH, dtype,
-                )  # fmt: skip
-                held, tops = held + (weight,), tops + (peak,)
-                highest = tl.maximum(highest, peak)
-            reference = tl.where(highest == float("-inf"), 0.0, highest)
-            for t in tl.static_range(SPAN // TILE):
-                share = tl.exp(tops[t] - reference)[:, None]
-                some = (held[t].to(tl.float32) * share).to(dtype)
-                total = tl.dot(some, ones, total, input_precision="ieee")
-                to.store([item * ROWS, span * SPAN + t * TILE], some)
-        else:
-            tiles = tl.cdiv(tl.minimum(last - span * SPAN, SPAN), TILE)
-            for t in range(tiles):
-                start = span * SPAN + t * TILE
-                frame = tl.load(table + start // PAGE)
-                weight, peak = _tile_weights(
-                    q, pages, top, frame, start % PAGE, scale, start, sees, least,
-                    DIM, ROWS, TILE, DEPTH, dtype,
-                )  # fmt: skip
-                highest = tl.maximum(highest, peak)
-                tl.store(at_peak + t * ROWS, peak)
-                tl.store(weights + t * TILE + at_weight, weight)
-                # A pipelined loop inside another; and what other threads stored is read below.
-                tl.debug_barrier()
-            reference = tl.where(highest == float("-inf"), 0.0, highest)
-            for t in tl.range(tiles, num_stages=1):
-                share = tl.exp(tl.load(at_peak + t * ROWS) - reference)[:, None]
-                some = tl.load(weights + t * TILE + at_weight)
-                some = (some.to(tl.float32) * share).to(dtype)
-                total = tl.dot(some, ones, total, input_precision="ieee")
-                tl.store(weights + t * TILE + at_weight, some)
-        at = (place * spans + span) * ROWS + local
+        held, peaks = (), ()
+        for t in tl.static_range(SPAN // TILE):
+            start = span * SPAN + t * TILE
+            # Of a tile past the last key nothing is seen: any that is there will do.
+            there = tl.minimum(start, (last - 1) // TILE * TILE)
+            weight, peak = _tile_weights(
+                q, pages, top, tl.load(table + there // PAGE), there % PAGE, scale, start, sees,
+                least, DIM, ROWS, TILE, DEPTH,
+            )  # fmt: skip
+            held += (weight,)
+            peaks += (peak,)
+            highest = tl.maximum(highest, peak)
+        reference = tl.where(highest == float("-inf"), 0.0, highest)
+        ones = tl.full((TILE, 16), 1.0, q.dtype)
+        total = tl.zeros((ROWS, 16), tl.float32)
+        for t in tl.static_range(SPAN // TILE):
+            share = tl.exp(peaks[t] - reference)[:, None]
+            some = (held[t].to(tl.float32) * share).to(q.dtype)
+            total = tl.dot(some, ones, total, input_precision="ieee")
+            weights.store([item * ROWS, span * SPAN + t * TILE], some)
+        at = (item.to(tl.int64) * spans + span) * ROWS + tl.arange(0, ROWS)
         tl.store(highests + at, highest)
         tl.store(totals + at, tl.max(total, 1))
 
@@ -204,6 +150,12 @@ def _mix_spans(
     tl.store(lse + row, _log_sum(highest, total, False), mask=valid & (left == 0))
 
 
+def fits(pages: Tensor) -> bool:
+    """Whether keys in ``pages`` [frames, page, L] may be read so: whole tiles a page, of two-byte
+    elements (others' tiles would not fit beside each other in shared memory)."""
+    return pages.shape[1] % attention.TILE == 0 and pages.dtype.itemsize == 2
+
+
 def attend_wide(
     q: Tensor,
     keys: Keys,
@@ -214,33 +166,30 @@ def attend_wide(
     longest: int,
     width: int | None = None,
     out_dtype: torch.dtype | None = None,
-    weighing: Weighing = _WEIGHING,
-    mixing: Mixing = _MIXING,
 ) -> tuple[Tensor, Tensor]:
     """`attention.attend` without a selection, ``work`` being items of ROWS rows: the same bits."""
     (rows, heads, dim), (_, page, _) = q.shape, keys.pages.shape
     tile, span = attention.TILE, attention.SPAN
     width = width or 1 << dim.bit_length() - 1
+    attention.check(q, keys, width, (work, seen))
+    assert page % tile == 0, (page, tile)
     out = torch.empty(rows, heads, width, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
-    assert page % tile == 0, (page, tile)
-    aligned(q, keys.pages)
     spans = max(blocks(longest, span), 1)
-    most = min(max(_MOST_WEIGHTS // (ROWS * spans * span), 1), work.shape[0])
+    most = min(max(attention.MOST_WEIGHTS // (ROWS * spans * span), 1), work.shape[0])
     weights = torch.empty(most * ROWS, spans * span, dtype=q.dtype, device=q.device)
-    peaks = torch.empty(most, spans * span // tile, ROWS, dtype=torch.float32, device=q.device)
     highests = torch.empty(most, spans, ROWS, dtype=torch.float32, device=q.device)
     totals = torch.empty_like(highests)
-    depth, step = min(weighing.depth, dim & -dim), min(mixing.step, tile)
-    columns = min(mixing.columns, width)
-    tables = keys.tables, work, seen
+    depth, step, columns = min(_DEPTH, dim & -dim), min(_STEP, tile), min(_COLUMNS, width)
+    # What the copy engine reads and writes, each in boxes of a fixed shape.
     queries = TensorDescriptor.from_tensor(q.view(rows * heads, dim), [ROWS, depth])
     scored = TensorDescriptor.from_tensor(keys.pages, [1, tile, depth])
-    mixed = TensorDescriptor.from_tensor(keys.pages, [1, step, columns])
     stored = TensorDescriptor.from_tensor(weights, [ROWS, tile])
     loaded = TensorDescriptor.from_tensor(weights, [ROWS, step])
+    mixed = TensorDescriptor.from_tensor(keys.pages, [1, step, columns])
+    tables = keys.tables, work, seen
     common = {
         "HEADS": heads, "PAGE": page, "ROWS": ROWS, "SPAN": span, "enable_fp_fusion": False,
     }  # fmt: skip
@@ -248,13 +197,12 @@ def attend_wide(
         count = min(most, work.shape[0] - first)
         sizes = keys.tables.shape[1], spans, first, count
         _weigh_spans[(spans * count,)](
-            queries, scored, stored, *tables, weights, peaks, highests, totals, float(scale),
-            *sizes, DIM=dim, TILE=tile, DEPTH=depth, BAND=weighing.band, HELD=weighing.held,
-            num_warps=weighing.warps, num_stages=weighing.stages, **common,
+            queries, scored, stored, *tables, highests, totals, float(scale), *sizes,
+            DIM=dim, TILE=tile, DEPTH=depth, BAND=_BAND,
+            num_warps=8, num_stages=4, **common,
         )  # fmt: skip
         _mix_spans[(width // columns, count)](
             loaded, mixed, *tables, highests, totals, out, lse, *sizes,
-            WIDTH=width, COLUMNS=columns, STEP=step,
-            num_warps=mixing.warps, num_stages=mixing.stages, **common,
+            WIDTH=width, COLUMNS=columns, STEP=step, num_warps=8, num_stages=11, **common,
         )  # fmt: skip
     return out, lse
