@@ -55,10 +55,25 @@ def _recurrence(
     return out.copy_(result[0])
 
 
+def few_configurations() -> None:
+    """fla's tuner tries every configuration for minutes: four spread ones are enough here. To be
+    called before fla is imported."""
+    from triton.runtime.autotuner import Autotuner
+
+    begin = Autotuner.__init__
+
+    def few(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.configs = self.configs[:: max(1, len(self.configs) // 4)]
+
+    Autotuner.__init__ = few
+
+
 @contextmanager
 def inexact() -> Iterator[None]:
     """While it lasts, engines are built on these."""
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    few_configurations()
     from merestone.layers.gpu import kda, mla, mlp, ranks
     from merestone.models import gpu
 

@@ -21,6 +21,7 @@ import typer
 from torch import Tensor
 
 from bench.about import publish
+from bench.inexact import few_configurations
 from bench.timing import Call, about_device, copies, microseconds
 from merestone.core.geometry import GroupSpec
 from merestone.core.orders import CopyRows
@@ -219,19 +220,6 @@ def kda_decode() -> Iterator[Row]:
                 yield row(f"{heads} heads x{batch}, {opened} open", ours, theirs, bytes=size)
 
 
-def _plain_autotuner() -> None:
-    """fla's tuner tries every configuration for minutes: four spread ones are enough here."""
-    from triton.runtime.autotuner import Autotuner
-
-    begin = Autotuner.__init__
-
-    def few(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self.configs = self.configs[:: max(1, len(self.configs) // 4)]
-
-    Autotuner.__init__ = few
-
-
 @section
 def kda_prefill() -> Iterator[Row]:
     """A long prompt against fla's chunk kernels."""
@@ -408,7 +396,7 @@ def main(
     report: dict[str, Any] = about_device()
     chosen = names or list(SECTIONS)
     if "kda_prefill" in chosen:
-        _plain_autotuner()
+        few_configurations()
     for name in chosen:
         print(f"# {name}", flush=True)
         report[name] = []

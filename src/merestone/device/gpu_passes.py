@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from merestone.device.gpu_state import RING, GpuState, sent
-from merestone.device.gpu_tables import SPLIT_ROWS, Ints, Key, Tables
+from merestone.device.gpu_tables import SPLIT_ROWS, Ints, Key, Tables, rebuild_tables
 from merestone.layers.gpu.mla import takes_wide
-from merestone.models.gpu import GpuModel
+from merestone.models.gpu import GpuModel, rebuild
 from merestone.models.interface import CHUNK
 from merestone.ops.triton.attention import SPAN
 from merestone.ops.triton.judge import best
@@ -232,7 +232,17 @@ class Passes:
             self._capture_forward(key)
         for size in reversed(ladder(self._slots * self._each)):
             self._capture_sample(size)
+        self._warm_rebuild()
         return len(self._forwards) + len(self._samples)
+
+    def _warm_rebuild(self) -> None:
+        """Compile what makes caches again: otherwise the first request that resumes inside a chunk
+        would wait for it."""
+        state, frames = self._state, self._state.layout.anchor_frames
+        padding = state.padding_slot
+        works = [Work(padding, 2, 3, (0,), (), 0, (), 0, (), sample=False)]
+        rebuild(self._model, rebuild_tables(works, frames, state), state)
+        state.forget(padding)
 
     def keys(self, rows: int, longest: int) -> list[Key]:
         """Of all graphs for such steps, the largest first."""

@@ -127,6 +127,11 @@ class GpuState:
         places = torch.cat([self._cells[key].places for key in keys])
         return Cells(self._cells[keys[0]].memory, places), field.shape[1] * field.shape[2]
 
+    def forget(self, slot: int) -> None:
+        """Zero the slot's caches."""
+        for field in self._slot_fields.values():
+            field[slot].zero_()
+
     # -- DeviceState ----------------------------------------------------------------------------
 
     def rows(self, layer: int, name: str) -> Tensor:
