@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "merestone"
 DEVICE_SIDE = ["ops", "parallel", "layers", "models", "spec", "device"]
-STORE = {"merestone.store.lane", "merestone.store.manifest", "merestone.store.tier"}
+STORE = {f"merestone.store.{name}" for name in ("lane", "manifest", "slabs", "tier")}
 SHARED = STORE | {"merestone.sched.plan", "merestone.core.orders", "merestone.core.geometry"}
 MAY_IMPORT = {
     "core": {"core"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from engine.real import stream
 from gpu.machine import GpuReal, tiny
@@ -12,6 +13,7 @@ from gpu.test_thin import CASES, DEVICE, prompt
 from merestone.engine.outside import give_stores
 from merestone.models.gpu import GpuModel, on_gpu
 from merestone.store.desk import Identity, StoreSettings
+from merestone.store.memory import MemoryTier
 
 
 def storing(model: GpuModel, **options) -> GpuReal:
@@ -21,6 +23,12 @@ def storing(model: GpuModel, **options) -> GpuReal:
         real.engine.device, real.engine, ["memory:1GiB"], Identity("test", "a test"), settings
     )
     return real
+
+
+def tier_of(real: GpuReal) -> MemoryTier:
+    (tier,) = real.engine.device.porter.tiers
+    assert isinstance(tier, MemoryTier)
+    return tier
 
 
 def settle(real: GpuReal) -> None:
@@ -62,3 +70,70 @@ def test_edges_of_chunks(length: int, graphs: bool) -> None:
     assert reply.restored == length + 5
     real.check(longer, reply)
     real.engine.stop()
+
+
+LONG = 200_000_000
+"""Cycles, a tenth of a second: whatever is ordered behind them has not begun when it returns."""
+
+
+@pytest.mark.gpu
+def test_the_memory_tier_is_page_locked_and_no_copy_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = storing(tiny("bfloat16"), frames=1500, max_running=2, token_budget=256)
+    porter, tier = real.engine.device.porter, tier_of(real)
+    export, carried, waited = porter._export, 0, 0.0
+
+    def late(order) -> None:
+        nonlocal carried, waited
+        torch.cuda._sleep(LONG)
+        began = time.perf_counter()
+        export(order)
+        waited, carried = waited + time.perf_counter() - began, carried + 1
+
+    monkeypatch.setattr(porter, "_export", late)
+    ids = stream(513, 5)
+    first = real.ask(ids, 6)
+    settle(real)
+    assert carried
+    assert waited / carried < 0.05, "the engine has waited for a copy"
+    kept = [data for name, data in tier.kept.items() if not name.endswith(".m")]
+    assert len(kept) > 5
+    assert all(torch.frombuffer(data, dtype=torch.uint8).is_pinned() for data in kept)
+    assert tier.slabs.capacity == 64 << 20
+    again = real.ask(ids, 6)
+    assert again.restored == 513
+    assert said(again) == said(first)
+    real.check(ids, again)
+    real.engine.stop()
+
+
+@pytest.mark.gpu
+def test_an_eviction_during_an_import_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = storing(tiny("bfloat16"), frames=1500, max_running=2, token_budget=256)
+    porter, tier = real.engine.device.porter, tier_of(real)
+    ids = stream(300, 6)
+    real.ask(ids, 6)
+    settle(real)
+    carry, early = porter._import, 0
+
+    def evicted(order) -> None:
+        nonlocal early
+        torch.cuda._sleep(LONG)
+        carry(order)
+        tier.erase(list(tier.kept))
+        filled = []
+        for size in (1 << 20, 1 << 16, 1 << 12, 64):
+            while (room := tier.room(size)) is not None:
+                room[:] = b"\xff" * size
+                filled.append(room)
+        early += not porter._ferry._held[-1][0].over
+
+    monkeypatch.setattr(porter, "_import", evicted)
+    reply = real.ask(ids, 6)
+    assert reply.restored == 300
+    assert early, "the copies were over before anything was evicted"
+    real.check(ids, reply)
+    tier.erase(list(tier.kept))
+    real.engine.stop()
+    assert tier.slabs.free == tier.slabs.capacity

@@ -5,6 +5,8 @@ is carried: it obeys the store orders of a plan, and reports.
 
     frames --(copy, in the step)--> host bytes --(writer's thread)--> tier
     tier --(reader's thread, checked)--> host bytes --(copy, in a later step)--> frames
+
+With a tier that gives room of its own, the host bytes are the tier's, and no step waits for copies.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 from merestone.core.orders import Digest, Erase, Export, Fetch, Forget, Import, Segment, StoreOrder
 from merestone.device.arena import Arena
+from merestone.device.crossing import Ferry
 from merestone.sched.plan import StoreReport
 from merestone.store.lane import Lane
 from merestone.store.manifest import checksum
@@ -79,6 +83,17 @@ def segment_spans(arena: Arena, segment: Segment) -> list[Span]:
     return spans
 
 
+def _runs(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """(offset, size) of the bytes of ``spans``; those that adjoin are one."""
+    runs: list[tuple[int, int]] = []
+    for span in spans:
+        if runs and sum(runs[-1]) == span.offset:
+            runs[-1] = runs[-1][0], runs[-1][1] + span.size
+        else:
+            runs.append((span.offset, span.size))
+    return runs
+
+
 def _finite(data: Bytes, dtype: torch.dtype) -> bool:
     """Whether no number's exponent is all ones. Not torch's: on a thread of its own, that would
     bring a pool of threads along to compete with the engine's."""
@@ -101,13 +116,16 @@ class Porter:
         self.notify = notify
         self.writers = [Lane(f"merestone-{tier.name}-writer") for tier in tiers]
         self.readers = [Lane(f"merestone-{tier.name}-reader") for tier in tiers]
-        # What was read, by ticket; a ticket that is not here any more is not wanted.
-        self.fetched: dict[int, list[Bytes]] = {}
+        self._ferry = Ferry(arena.memory)
+        # What was read, by ticket: frames, or a tier's views of segments. A ticket that is not
+        # here any more is not wanted.
+        self.fetched: dict[int, list[Bytes | memoryview]] = {}
         self._fetching = threading.Lock()
         self._reports: deque[StoreReport] = deque()
 
     def obey(self, orders: Sequence[StoreOrder]) -> tuple[StoreReport, ...]:
         """Carry out a plan's orders; returns what was finished since the last call."""
+        self._ferry.let_go()
         for order in orders:
             match order:
                 case Export():
@@ -132,6 +150,7 @@ class Porter:
         """End when all that was ordered is done."""
         for lane in (*self.writers, *self.readers):
             lane.close()
+        self._ferry.let_go(wait=True)
 
     def _report(self, report: StoreReport) -> None:
         self._reports.append(report)
@@ -140,26 +159,40 @@ class Porter:
     # -- out ------------------------------------------------------------------------------------
 
     def _export(self, order: Export) -> None:
-        raw = self._frames([segment.frame for segment in order.segments])
-        named = []
-        for row, segment in zip(raw, order.segments, strict=True):
-            spans = segment_spans(self.arena, segment)
-            data = b"".join(row[span.offset : span.offset + span.size].data for span in spans)
-            named.append((segment_name(segment.address, self.rank), data))
         tier = self.tiers[order.tier]
+        contents = self._contents(order.segments, tier)
+        names = [segment_name(segment.address, self.rank) for segment in order.segments]
+        copied = self._ferry.crossing()
 
         def write() -> tuple[bytes, ...]:
-            there = tier.has([name for name, _ in named])
-            for (name, data), skip in zip(named, there, strict=True):
+            copied.wait()
+            for name, data, skip in zip(names, contents, tier.has(names), strict=True):
                 if not skip:
                     tier.put(name, data)
-            return tuple(checksum(data) for _, data in named)
+            return tuple(map(checksum, contents))
 
         def done(sums: tuple[bytes, ...] | None, error: str) -> None:
-            sizes = tuple(len(data) for _, data in named)
+            sizes = tuple(map(len, contents))
             self._report(StoreReport(order.ticket, self.rank, error, sums or (), sizes))
 
         self.writers[order.tier].post(write, done)
+
+    def _contents(self, segments: Sequence[Segment], tier: Tier) -> list[bytes | memoryview]:
+        """The bytes of each segment: in the tier's own memory, once the copies that are ordered
+        here are over, where it has room; else in memory of ours."""
+        found: dict[int, bytes | memoryview] = {}
+        spans = [segment_spans(self.arena, segment) for segment in segments]
+        for i, segment in enumerate(segments):
+            room = tier.room(sum(span.size for span in spans[i]))
+            if room is not None:
+                self._ferry.out(segment.frame, _runs(spans[i]), room)
+                found[i] = room
+        rest = [i for i in range(len(segments)) if i not in found]
+        raw = self._frames([segments[i].frame for i in rest]) if rest else ()
+        for i, row in zip(rest, raw, strict=True):
+            parts = (row[span.offset : span.offset + span.size].data for span in spans[i])
+            found[i] = b"".join(parts)
+        return [found[i] for i in range(len(segments))]
 
     def _frames(self, numbers: list[int]) -> Bytes:
         """[len(numbers), frame_bytes], copied to host memory; from a GPU through pinned memory."""
@@ -201,9 +234,9 @@ class Porter:
         self.readers[order.tier].post(lambda: self._read(order), done)
 
     def _read(self, order: Fetch) -> StoreReport:
-        """Have every segment, checked, as the frame that it will be written to."""
+        """Have every segment, checked, as the frame that it will be written to, or a view."""
         tier = self.tiers[order.tier]
-        found: list[Bytes] = []
+        found: list[Bytes | memoryview] = []
         broken: dict[str, str] = {}
         for segment, wanted in zip(order.segments, order.sums[self.rank], strict=True):
             if order.ticket not in self.fetched:
@@ -224,24 +257,28 @@ class Porter:
                 self.fetched[order.ticket] = found
         return StoreReport(order.ticket, self.rank)
 
-    def _unpack(self, segment: Segment, data: bytes, found: list[Bytes]) -> str:
-        """Add [frame_bytes] with the bytes of a segment where they belong (of a hidden row:
-        itself) to ``found``; or say why not."""
+    def _unpack(
+        self, segment: Segment, data: bytes | memoryview, found: list[Bytes | memoryview]
+    ) -> str:
+        """Add to ``found`` a view as it is; of bytes, [frame_bytes] with those of the segment where
+        they belong (of a hidden row: itself). Or say why not."""
         spans = segment_spans(self.arena, segment)
         if sum(span.size for span in spans) != len(data):
             return "foreign"
         source = np.frombuffer(data, np.uint8)
-        hidden = segment.part == "hidden"
-        frame = source.copy() if hidden else np.zeros(self.arena.layout.frame_bytes, np.uint8)
-        done = 0
-        for span in spans:
-            part = source[done : done + span.size].copy()
-            if not _finite(part, span.dtype):
-                return "not_finite"
-            if not hidden:
+        ends = list(accumulate(span.size for span in spans))
+        parts = [source[end - span.size : end] for end, span in zip(ends, spans, strict=True)]
+        if not all(_finite(part, span.dtype) for part, span in zip(parts, spans, strict=True)):
+            return "not_finite"
+        if isinstance(data, memoryview):
+            found.append(data)
+        elif segment.part == "hidden":
+            found.append(source.copy())
+        else:
+            frame = np.zeros(self.arena.layout.frame_bytes, np.uint8)
+            for part, span in zip(parts, spans, strict=True):
                 frame[span.offset : span.offset + span.size] = part
-            done += span.size
-        found.append(frame)
+            found.append(frame)
         return ""
 
     def _import(self, order: Import) -> None:
@@ -251,14 +288,25 @@ class Porter:
             assert len(staged) == count
         else:
             self.fetched[order.ticket] = staged[count:]
-        memory = self.arena.memory
-        whole = [i for i, segment in enumerate(order.segments) if segment.part != "hidden"]
-        if whole:
-            frames = torch.tensor([order.segments[i].frame for i in whole], device=memory.device)
-            rows = torch.from_numpy(np.stack([staged[i] for i in whole]))
-            memory[frames] = (rows.pin_memory() if memory.is_cuda else rows).to(memory.device)
-        for segment, row in zip(order.segments, staged, strict=False):
-            if segment.part == "hidden":
+        views, frames, rows = [], [], []
+        for segment, data in zip(order.segments, staged, strict=False):
+            if isinstance(data, memoryview):
+                runs = _runs(segment_spans(self.arena, segment))
+                self._ferry.back(data, segment.frame, runs)
+                views.append(data)
+            elif segment.part == "hidden":
                 (span,) = segment_spans(self.arena, segment)
-                target = memory[segment.frame, span.offset : span.offset + span.size]
-                target.copy_(torch.from_numpy(row))
+                target = self.arena.memory[segment.frame, span.offset : span.offset + span.size]
+                target.copy_(torch.from_numpy(data))
+            else:
+                frames.append(segment.frame)
+                rows.append(data)
+        self._ferry.hold(views)
+        if frames:
+            self._write(frames, rows)
+
+    def _write(self, frames: list[int], rows: list[Bytes]) -> None:
+        memory = self.arena.memory
+        host = torch.from_numpy(np.stack(rows))
+        places = torch.tensor(frames, device=memory.device)
+        memory[places] = (host.pin_memory() if memory.is_cuda else host).to(memory.device)

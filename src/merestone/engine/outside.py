@@ -18,6 +18,7 @@ import torch
 from merestone import __version__
 from merestone.core.checkpoint import Kind
 from merestone.device.arena import Arena
+from merestone.device.crossing import locking
 from merestone.device.porter import Porter
 from merestone.engine.device import Device
 from merestone.engine.engine import LocalEngine
@@ -31,6 +32,7 @@ from merestone.store.memory import MemoryTier
 from merestone.store.network import NetworkTier
 from merestone.store.options import parse_store
 from merestone.store.recovery import recover
+from merestone.store.slabs import Slabs
 from merestone.store.stores import Stores
 from merestone.store.tier import Tier
 
@@ -63,9 +65,12 @@ def declared(stores: Sequence[str]) -> str:
     return "boundaries" if whole else "aligned"
 
 
-def open_tiers(stores: Sequence[str], owner: bool = True) -> list[Tier]:
+def open_tiers(
+    stores: Sequence[str], owner: bool = True, arena: Arena | None = None, ranks: int = 1
+) -> list[Tier]:
     """The tiers asked for, fastest first as they were named. One process of all ranks is the
-    ``owner`` of those that can have one.
+    ``owner`` of those that can have one. ``arena``: what this process's tiers are copied from and
+    to, one of ``ranks``.
 
     Raises:
         ValueError: one cannot be opened.
@@ -74,7 +79,9 @@ def open_tiers(stores: Sequence[str], owner: bool = True) -> list[Tier]:
     for spec in map(parse_store, stores):
         match spec.kind:
             case "memory":
-                tiers.append(MemoryTier())
+                allocate = locking(arena.memory.device) if arena else None
+                budget = (spec.budget or 0) // ranks
+                tiers.append(MemoryTier(Slabs(allocate, budget) if allocate else None))
             case "disk":
                 tiers.append(DiskTier(Path(spec.place), owner))
             case _:
@@ -117,7 +124,7 @@ def give_stores(
     Raises:
         ValueError: one cannot be opened.
     """
-    tiers, bell = open_tiers(stores), Bell()
+    tiers, bell = open_tiers(stores, arena=runner.arena), Bell()
     runner.porter = porter = Porter(runner.arena, tiers, 0, bell.ring)
     kept = keep_outside(engine, stores, tiers, identity, settings, bell)
     kept.closing += [porter.close, *(tier.close for tier in tiers)]

@@ -66,7 +66,10 @@ class DiskTier:
             with suppress(OSError):
                 left.unlink()
 
-    def put(self, name: str, data: bytes) -> None:
+    def room(self, size: int) -> None:
+        return None
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
         path = self._path(name)
         with _faults():
             temporary = self.directory / "tmp" / f"{os.getpid()}-{next(self._numbers)}"
@@ -130,7 +133,7 @@ class DiskTier:
         return self.directory / folder / name[:2] / name
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     """Write and sync a new file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

@@ -50,7 +50,10 @@ class NetworkTier:
             retry=Retry(NoBackoff(), 0),
         )
 
-    def put(self, name: str, data: bytes) -> None:
+    def room(self, size: int) -> None:
+        return None
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
         with _faults():
             self._client.set(PREFIX + name, data)
 

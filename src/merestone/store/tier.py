@@ -21,13 +21,19 @@ class Tier(Protocol):
     boundaries: bool
     """Whether it keeps whole checkpoints at any token count. Without, retention is aligned."""
 
-    def put(self, name: str, data: bytes) -> None:
-        """Keep ``data``; whoever reads it then sees all of it or none. Durable on return where
-        the tier outlives the process."""
+    def room(self, size: int) -> memoryview | None:
+        """Memory of the tier's own, to be filled and then put, which copies nothing; None: put
+        bytes. Never waits."""
         ...
 
-    def get(self, name: str) -> bytes | None:
-        """What is kept under ``name``; None if nothing is."""
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Keep ``data``, bytes or a filled ``room``; whoever reads it then sees all of it or none.
+        Durable on return where the tier outlives the process."""
+        ...
+
+    def get(self, name: str) -> bytes | memoryview | None:
+        """What is kept under ``name``; None if nothing is. A view is of memory that ``room`` may
+        give: it stays as it is, erased or not, while it is held. To be read only."""
         ...
 
     def has(self, names: Sequence[str]) -> list[bool]:

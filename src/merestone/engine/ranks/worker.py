@@ -94,7 +94,7 @@ def build(config: RankConfig, welcome: Welcome) -> tuple[WorkerRank, Facts]:
     drafter = load_draft(directory, options, model, world)
     runner, facts = build_on(device, model, options, drafter, world)
     if options.stores:
-        tiers = open_tiers(options.stores, owner=False)
+        tiers = open_tiers(options.stores, owner=False, arena=runner.arena, ranks=ranks.tp)
         # What it has to report it says with the next plan, and is asked before long.
         runner.porter = Porter(runner.arena, tiers, config.rank, lambda: None)
     return WorkerRank(runner, world), facts
