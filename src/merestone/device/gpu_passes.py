@@ -289,7 +289,8 @@ class Passes:
             call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Threads of stores may lock memory and wait for copies meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = call()
         used = torch.cuda.memory_reserved() - before
         self.graph_bytes += used
