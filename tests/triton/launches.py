@@ -13,7 +13,7 @@ from merestone.ops.triton.attention_wide import ROWS, attend_wide
 from merestone.ops.triton.block import Context, attend_block, convolve
 from merestone.ops.triton.copy import Copier, Region
 from merestone.ops.triton.draw import draw, draws
-from merestone.ops.triton.follow import Noise, add_noise, follow
+from merestone.ops.triton.follow import Noise, Odds, add_noise, among, follow
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.grouped import experts, experts_norm, route
 from merestone.ops.triton.hyper import enter, leave, mean
@@ -288,4 +288,7 @@ def drafts(rows: int) -> None:
     projected = torch.empty(rows * (size - 1), 256, dtype=bf16)
     out = torch.zeros(rows, size - 1, dtype=torch.int32)
     follow(logits, candidates, projected, (book, book), one, noise, out)
+    odds = Odds(candidates, torch.empty(candidates.shape))
+    follow(logits, candidates, projected, (book, book), one, noise, out, odds)
     add_noise(logits, noise, size - 1)
+    among(logits, noise, size - 1, 1, out, odds)

@@ -17,12 +17,21 @@ from torch import Tensor
 from merestone.device.gpu_passes import MIXED, Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import GpuState
 from merestone.device.gpu_tables import Ints
-from merestone.device.gpu_turn import Parts, Proposed, Turn, fill_noise, noise_of, noise_sizes
+from merestone.device.gpu_turn import (
+    Parts,
+    Proposed,
+    Turn,
+    fill_noise,
+    noise_of,
+    noise_sizes,
+    odds_of,
+)
 from merestone.layers.state import Field
 from merestone.models.dflash import GROUP
 from merestone.models.gpu import GpuModel
 from merestone.models.gpu_dflash import GpuDFlash, Kept, Stands
 from merestone.sched.plan import Work
+from merestone.spec.draw import AMONG
 from merestone.spec.interface import DraftGroup
 
 
@@ -34,6 +43,7 @@ class GpuDFlashDrafter:
     draft: GpuDFlash
     groups: tuple[DraftGroup, ...]
     lag: int = 0
+    chances: bool = False
 
     @property
     def depth(self) -> int:
@@ -114,6 +124,8 @@ class GpuDFlashDrafting:
         self._reach = config.context
         self._within = torch.arange(config.block, dtype=torch.int32, device=state.device)
         self._ids = torch.zeros(slots, self.depth, dtype=torch.int32, device=state.device)
+        among = drafter.draft.among or min(AMONG, config.vocab_size)
+        self._odds = odds_of(self._ids.numel(), among, state.device) if drafter.chances else None
         info = model.info
         # Graphs have at most so many rows; what they leave, the next one writes over.
         rows = max(MIXED[-1] if passes.graphs else 0, slots * config.block)
@@ -135,7 +147,7 @@ class GpuDFlashDrafting:
             return None
         each = range(self.depth)
         places = {slot: [i * self.depth + at for at in each] for i, slot in enumerate(waiting)}
-        return Proposed(self._ids.flatten(), places)
+        return Proposed(self._ids.flatten(), places, self._odds)
 
     def keep(self, works: Sequence[Work]) -> None:
         """Before a pass: nothing of what came before it is needed."""
@@ -232,7 +244,9 @@ class GpuDFlashDrafting:
         hidden = self._draft.forward(self._model.embed(ids.flatten()), stands, state)
         hidden = hidden.view(count, config.block, -1)[:, 1:].flatten(0, 1)
         out = self._ids[:count]
-        self._draft.choose(hidden, self._model.logits(hidden), t["token"], noise_of(t), out)
+        odds = None if self._odds is None else self._odds.rows(0, out.numel())
+        logits = self._model.logits(hidden)
+        self._draft.choose(hidden, logits, t["token"], noise_of(t), out, odds)
         return out
 
     def _capture(self, key: _Key) -> None:

@@ -18,16 +18,25 @@ from torch import Tensor
 from merestone.device.gpu_passes import Passed, Passes, bucket, contexts, ladder, reach_of
 from merestone.device.gpu_state import RING, GpuState
 from merestone.device.gpu_tables import Key, Tables
-from merestone.device.gpu_turn import Parts, Proposed, Turn, fill_noise, noise_of, noise_sizes
+from merestone.device.gpu_turn import (
+    Parts,
+    Proposed,
+    Turn,
+    fill_noise,
+    noise_of,
+    noise_sizes,
+    odds_of,
+)
 from merestone.layers.state import Field
 from merestone.models.glm5_next_mtp import GROUP
 from merestone.models.gpu import GpuModel
 from merestone.models.gpu_mtp import GpuMtp, Scratch
 from merestone.models.interface import CHUNK
 from merestone.ops.triton.attention import SPAN
-from merestone.ops.triton.follow import Noise, add_noise
+from merestone.ops.triton.follow import Noise, add_noise, among
 from merestone.ops.triton.judge import best
 from merestone.sched.plan import Work
+from merestone.spec.draw import AMONG
 from merestone.spec.interface import DraftGroup
 
 
@@ -41,6 +50,7 @@ class GpuMtpDrafter:
     groups: tuple[DraftGroup, ...]
     lag: int = 1
     features: tuple[int, ...] = ()
+    chances: bool = False
 
     def fields(self) -> tuple[Field, ...]:
         return self.layer.fields()
@@ -65,6 +75,8 @@ class GpuDrafting:
         self._slots = slots
         self._scratch = Scratch(layer.attention, slots, depth, state.device)
         self._ids = torch.zeros(depth, slots, dtype=torch.int32, device=state.device)
+        among = min(AMONG, model.info.vocab_size)
+        self._odds = odds_of(self._ids.numel(), among, state.device) if drafter.chances else None
         self._bad = torch.zeros(slots, dtype=torch.int32, device=state.device)
         self._graphs: dict[Key, tuple[Tables, torch.cuda.CUDAGraph]] = {}
         self._before: Tensor | None = None
@@ -82,7 +94,7 @@ class GpuDrafting:
             return None
         each = range(0, self._ids.numel(), self._slots)
         places = {slot: [at + i for at in each] for i, slot in enumerate(waiting)}
-        return Proposed(self._ids.flatten(), places)
+        return Proposed(self._ids.flatten(), places, self._odds)
 
     def keep(self, works: Sequence[Work]) -> None:
         """Before a pass: keep the hidden rows that come before its own."""
@@ -217,6 +229,10 @@ class GpuDrafting:
         ``ahead`` of the newest token. Where logits are no numbers it is none: then any id will do
         for a draft."""
         logits = self._model.logits(hidden)
+        if self._odds is not None:
+            own = self._odds.rows((ahead - 1) * self._slots, ids.shape[0])
+            among(logits, noise, 1, ahead, ids, own)
+            return
         add_noise(logits, noise, 1, ahead)
         best(logits, ids, self._bad[: ids.shape[0]])
         ids.clamp_(max=self._model.info.vocab_size - 1)

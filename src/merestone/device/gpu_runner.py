@@ -25,7 +25,7 @@ from merestone.device.gpu_passes import Fed, Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
 from merestone.device.gpu_state import RING, GpuState, current, sent
 from merestone.device.gpu_tables import rebuild_tables
-from merestone.device.gpu_turn import Turn
+from merestone.device.gpu_turn import Told, Turn
 from merestone.device.porter import Porter
 from merestone.device.slots import Slot
 from merestone.layers.state import Batch
@@ -66,7 +66,7 @@ class Arriving:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A plan that runs, and what its result is made of: ``found``, from its ``known``-th value on
-    that of ``sampling``; before, drafts: those of each slot in ``told``, at its places."""
+    that of ``sampling``; before, what is ``told`` of drafts."""
 
     plan: StepPlan
     moved: list[Work]
@@ -74,12 +74,13 @@ class _Launched:
     scored: dict[int, tuple[TokenLogprob, ...]]
     sampling: Sampling
     known: int
-    told: list[tuple[GpuSlot, list[int]]]
+    told: Told
     found: Arriving
 
 
 class GpuRunner:
-    """Executes plans on one GPU, one after another. Without ``drafter`` no plan has drafts."""
+    """Executes plans on one GPU, one after another. Without ``drafter`` no plan has drafts.
+    ``rejecting``: sampled drafts are accepted by their chances, see :func:`ops.sampler.sample`."""
 
     def __init__(
         self,
@@ -87,8 +88,11 @@ class GpuRunner:
         state: GpuState,
         passes: Passes,
         drafter: Drafter | OnDevice | None = None,
+        *,
+        rejecting: bool = False,
     ) -> None:
         self.model, self.state, self.passes = model, state, passes
+        self.rejecting = rejecting
         self.arena = state.arena
         self.porter: Porter | None = None
         self.slots: dict[int, GpuSlot] = {}
@@ -116,7 +120,7 @@ class GpuRunner:
         verdicts = self._copy(plan.saves)
         proposed = self.drafter.proposed() if self.drafter else None
         drafted = proposed.places if proposed else {}
-        told = [(self.slots[number], places) for number, places in drafted.items()]
+        told = proposed.told(self.slots) if proposed else Told()
         for slot in plan.frees:
             self.slots.pop(slot, None)
         for admit in plan.admits:
@@ -134,10 +138,10 @@ class GpuRunner:
         verdicts += [*self._judge_anchors(moved), *self._copy(plan.after)]
         if passed is not None:
             passed = self._held(passed)
-        if proposed:
-            verdicts.append(proposed.ids)
+        verdicts += told.parts
         known = sum(part.shape[0] for part in verdicts)
-        sampling = Sampling([work for work in plan.works if work.sample], self.slots)
+        sampled = [work for work in plan.works if work.sample]
+        sampling = Sampling(sampled, self.slots, rejecting=self.rejecting)
         if sampling.rows:
             verdicts += sampling.launch(self.passes.sample(sampling.rows))
         # Without a verdict, too, a step is waited for, or its buffers would be written again.
@@ -158,8 +162,7 @@ class GpuRunner:
         saves, anchors, after, drafts = _cut(
             found[: launched.known], len(plan.saves), len(moved), len(plan.after)
         )
-        for slot, places in launched.told:
-            slot.proposed = [drafts[place] for place in places]
+        launched.told.land(drafts)
         bad_slots = {work.slot for work, bad in zip(moved, anchors, strict=True) if bad}
         bad_saves = [
             (order.frame, order.row)

@@ -2,7 +2,8 @@
 
 Knows slots, rows of logits and the host's sampler. Must not know the model. A work with drafts has
 a row for each of them and one more; all are drawn at once, as if the drafts before them were
-accepted, and the host keeps those that are.
+accepted, and the host keeps those that are. Drafts that are accepted by their chances are judged on
+the host, from the rows themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from merestone.device.gpu_passes import Sampled
 from merestone.device.gpu_tables import Ints
 from merestone.device.slots import Slot
-from merestone.ops.sampler import logprob, penalised, plain_greedy, sample
+from merestone.ops.sampler import Draft, logprob, penalised, plain_greedy, sample
 from merestone.ops.triton.draw import draw, draws
 from merestone.sched.plan import Admit, SamplingParams, TokenLogprob, Work, WorkResult
 from merestone.spec.accept import accept
@@ -27,8 +28,9 @@ from merestone.spec.accept import accept
 class GpuSlot:
     """The host's part of a slot. ``cached``: up to which position the recurrent layers' caches of
     open rows are good; a slot starts with none. ``drafted``: the view of a drafter of the CPU's
-    seam. ``proposed``: what a drafter of the device proposed last; ``observed``: rows that it has
-    seen, -1 before the slot's first step.
+    seam. ``proposed``: what a drafter of the device proposed last, ``chances``: the candidates
+    [n, C] and probabilities [n, C] that they were drawn with, if they are accepted by them;
+    ``observed``: rows that it has seen, -1 before the slot's first step.
     """
 
     tokens: Ints
@@ -39,6 +41,7 @@ class GpuSlot:
     cached: int = 0
     drafted: Slot | None = None
     proposed: list[int] = field(default_factory=list)
+    chances: tuple[Tensor, Tensor] | None = None
     observed: int = -1
     drawable: bool = field(init=False)
     """Whether the device draws its tokens by itself."""
@@ -58,6 +61,14 @@ class GpuSlot:
     def drafts(self) -> list[int]:
         """Ids proposed for the positions after the known ones."""
         return self.drafted.drafts if self.drafted else self.proposed
+
+    def draft(self, place: int) -> Draft:
+        """A proposed id, and how it was drawn."""
+        if self.drafted:
+            return self.drafted.draft(place)
+        assert self.chances is not None, "drafts are accepted by chances that nobody knows"
+        candidates, probabilities = self.chances
+        return Draft(self.proposed[place], candidates[place], probabilities[place])
 
     def ids(self, first: int, end: int) -> tuple[int, ...]:
         """Known ids of positions [first, end)."""
@@ -91,9 +102,13 @@ class _NotFiniteError(Exception):
 
 
 class Sampling:
-    """The rows that the works of one step are sampled from, in their order."""
+    """The rows that the works of one step are sampled from, in their order. ``rejecting``: sampled
+    drafts are accepted by their chances, see :func:`ops.sampler.sample`."""
 
-    def __init__(self, works: Sequence[Work], slots: dict[int, GpuSlot]) -> None:
+    def __init__(
+        self, works: Sequence[Work], slots: dict[int, GpuSlot], *, rejecting: bool = False
+    ) -> None:
+        self._rejecting = rejecting
         self._works = [(work, slots[work.slot]) for work in works]
         self.rows = [
             (work.slot, work.end + place) for work in works for place in range(work.drafts + 1)
@@ -107,14 +122,18 @@ class Sampling:
         wanted = []
         row = 0
         for work, slot in self._works:
-            for place in range(work.drafts + 1):
-                if slot.drawable:
-                    wanted.append((row, slot.params, work.end + place, slot.choice))
-                row += 1
+            if slot.drawable:
+                for place in range(self._weighed(work, slot), work.drafts + 1):
+                    wanted.append((row + place, slot.params, work.end + place, slot.choice))
+            row += work.drafts + 1
         verdicts = [sampled.ids, sampled.bad]
         if wanted:
             verdicts.append(draw(sampled.logits, draws(wanted, sampled.logits.shape[1])))
         return verdicts
+
+    def _weighed(self, work: Work, slot: GpuSlot) -> int:
+        """Of how many drafts chances decide, not what the target draws."""
+        return work.drafts if self._rejecting and slot.params.temperature > 0.0 else 0
 
     def places(self) -> dict[int, int]:
         """Where, in what :meth:`launch` gave, the id of each slot is that the device chose."""
@@ -126,8 +145,8 @@ class Sampling:
     def results(self, found: Sequence[int], bad_slots: set[int]) -> dict[int, WorkResult]:
         """Tokens by slot, from what :meth:`launch` gave, on the host. A work whose tokens were
         drawn from values that are not finite goes to ``bad_slots`` instead."""
-        count = len(self.rows)
-        best, bad, drawn = list(found[:count]), found[count : 2 * count], found[2 * count :]
+        rows = len(self.rows)
+        best, bad, drawn = list(found[:rows]), found[rows : 2 * rows], found[2 * rows :]
         done = 0
         results: dict[int, WorkResult] = {}
         first = 0
@@ -135,8 +154,10 @@ class Sampling:
             own = slice(first, first + work.drafts + 1)
             first = own.stop
             if slot.drawable:
-                best[own] = drawn[done : done + work.drafts + 1]
-                done += work.drafts + 1
+                here = slice(own.start + self._weighed(work, slot), own.stop)
+                count = here.stop - here.start
+                best[here] = drawn[done : done + count]
+                done += count
             result = self._choose(work, slot, own.start, best[own], bad[own])
             if result is None:
                 bad_slots.add(work.slot)
@@ -150,7 +171,8 @@ class Sampling:
         """Tokens from position ``work.end`` on, as far as the drafts are what is drawn; ``ids`` are
         the device's, rows begin at ``first``. None if one of them is of a bad row."""
         params, here = slot.params, slot.judged
-        if here and params.logprobs is None:  # nothing to ask for but the ids
+        weighed = self._weighed(work, slot)
+        if here and params.logprobs is None and not weighed:  # nothing to ask for but the ids
             tokens = accept(slot.drafts[: work.drafts], ids.__getitem__)
             if any(bad[: len(tokens)]):
                 return None
@@ -165,10 +187,12 @@ class Sampling:
                 # The id of such a row says nothing, and may not even be one.
                 raise _NotFiniteError
             token = ids[place]
-            if not here or params.logprobs is not None:
+            draft = slot.draft(place) if place < weighed else None
+            asked = draft is not None or not here
+            if asked or params.logprobs is not None:
                 row = self._sampled.logits[first + place].cpu()
-                if not here:
-                    token = _on_host(row, slot, work.end + place)
+                if asked:
+                    token = _on_host(row, slot, work.end + place, draft)
                 if params.logprobs is not None:
                     entries.append(logprob(row, token, params.logprobs))
             slot.append(token)
@@ -181,8 +205,14 @@ class Sampling:
         return WorkResult(work.slot, tokens, tuple(entries))
 
 
-def _on_host(row: Tensor, slot: GpuSlot, position: int) -> int:
+def _on_host(row: Tensor, slot: GpuSlot, position: int, draft: Draft | None) -> int:
     prompt, output = slot.history()
     return sample(
-        row, slot.params, prompt=prompt, output=output, position=position, choice=slot.choice
+        row,
+        slot.params,
+        prompt=prompt,
+        output=output,
+        position=position,
+        choice=slot.choice,
+        draft=draft,
     )

@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from merestone.device.gpu_passes import Fed, rows_of
+from merestone.device.gpu_sampling import GpuSlot
 from merestone.device.gpu_tables import Ints
-from merestone.ops.triton.follow import Noise
+from merestone.ops.triton.follow import Noise, Odds
 from merestone.sched.plan import SamplingParams, Work
 
 _GRID = 4
@@ -49,11 +51,53 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """Drafts on their way to the host, at their places for each slot: ``parts`` int32 [n], the ids
+    and, if drafts are accepted by their chances, candidates [n C] and the bits of scores [n C]."""
+
+    slots: Sequence[tuple[GpuSlot, list[int]]] = ()
+    parts: Sequence[Tensor] = ()
+
+    def land(self, values: Sequence[int]) -> None:
+        """Leave them in the slots; ``values`` are those of all parts."""
+        for slot, places in self.slots:
+            slot.proposed = [values[place] for place in places]
+        if len(self.parts) < 2:
+            return
+        count = self.parts[0].shape[0]
+        candidates, bits = np.array(values[count:], np.int32).reshape(2, count, -1)
+        scores = bits.view(np.float32)
+        for slot, places in self.slots:
+            if slot.params.temperature > 0.0:
+                slot.chances = _chances(slot, candidates[places], scores[places])
+
+
+def _chances(slot: GpuSlot, candidates: Ints, scores: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """Candidates [n, C] int64 of a slot's drafts and their probabilities [n, C] fp64."""
+    ids = torch.from_numpy(candidates.astype(np.int64))
+    q = (torch.from_numpy(scores).double() / slot.params.temperature).softmax(1)
+    # Of rows that were no numbers: the draft was certain.
+    lost = ~q.isfinite().all(1) | (ids[:, 0] == ids[:, -1])
+    drafts = torch.tensor(slot.proposed)[:, None]
+    return ids.where(~lost[:, None], drafts), q.masked_fill(lost[:, None], 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Proposed:
-    """Drafts on the device: ``ids`` int32, flat, in which ``places`` has those of each slot."""
+    """Drafts on the device: ``ids`` int32, flat, in which ``places`` has those of each slot. Where
+    they are accepted by their chances, ``odds`` has a row for each."""
 
     ids: Tensor
     places: dict[int, list[int]]
+    odds: Odds | None = None
+
+    def told(self, slots: Mapping[int, GpuSlot]) -> Told:
+        """What the host must know of them; of their odds, if one of ``slots`` is sampled."""
+        own = [(slots[number], places) for number, places in self.places.items()]
+        if self.odds is None or not any(slot.params.temperature > 0.0 for slot, _ in own):
+            return Told(own, [self.ids])
+        bits = self.odds.scores.view(torch.int32)
+        return Told(own, [self.ids, self.odds.candidates.flatten(), bits.flatten()])
 
     def feed(self, works: Sequence[Work]) -> Fed | None:
         """Where rows of the pass over ``works`` take their ids from: those of these drafts."""
@@ -107,3 +151,9 @@ def noise_of(parts: Mapping[str, Tensor]) -> Noise:
     """The same, on the device."""
     heats, seeds = parts["heat"].view(torch.float32), parts["seed"].view(torch.int64)
     return Noise(seeds, parts["at"], parts["choice"], heats)
+
+
+def odds_of(drafts: int, among: int, device: str) -> Odds:
+    """Memory for what so many drafts are drawn from, ``among`` candidates each."""
+    candidates, scores = torch.zeros(2, drafts, among, dtype=torch.int32, device=device)
+    return Odds(candidates, scores.view(torch.float32))

@@ -71,8 +71,6 @@ def build_gpu_rank(
     Raises:
         ValueError: a family or a drafter without GPU layers; memory that does not suffice.
     """
-    if drafter is not None and speculation_of(options).rejecting:
-        raise ValueError(f"--accept rejection does not go with --device {device} yet")
     with current(device):
         try:
             placed = on_gpu(model, device)
@@ -93,7 +91,8 @@ def draft_on_gpu(drafter: Drafter, device: str) -> Placed:
     if isinstance(drafter, MtpDrafter):
         return mtp_on_gpu(drafter, device)
     if isinstance(drafter, DFlashDrafter):
-        return GpuDFlashDrafter(GpuDFlash(drafter.draft, device), drafter.groups)
+        draft = GpuDFlash(drafter.draft, device)
+        return GpuDFlashDrafter(draft, drafter.groups, chances=drafter.chances)
     raise ValueError(f"--device {device}: a {type(drafter).__name__} drafts on the CPU only")
 
 
@@ -101,7 +100,8 @@ def mtp_on_gpu(drafter: MtpDrafter, device: str) -> GpuMtpDrafter:
     """``drafter`` with its layer on ``device``. Takes the layer's experts away. Ranks that share
     tokens do not share the layer's here: one of twelve layers' keys, and a pass over copies."""
     groups = tuple(replace(group, dealt=False) for group in drafter.groups)
-    return GpuMtpDrafter(GpuMtp(drafter.layer, device), drafter.depth, groups)
+    layer = GpuMtp(drafter.layer, device)
+    return GpuMtpDrafter(layer, drafter.depth, groups, chances=drafter.chances)
 
 
 def gpu_rank(
@@ -159,7 +159,8 @@ def gpu_rank(
         drafts=drafter.depth if drafter else 0,
         layout=repr(own),
     )
-    return GpuRunner(placed, state, passes, drafting), facts
+    rejecting = speculation_of(options).rejecting
+    return GpuRunner(placed, state, passes, drafting, rejecting=rejecting), facts
 
 
 @dataclass(frozen=True, slots=True)

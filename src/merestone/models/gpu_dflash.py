@@ -16,7 +16,7 @@ from merestone.layers.gpu.step import DeviceState
 from merestone.layers.state import Field
 from merestone.models.dflash import DFlash, Selector, _DynamicConv, _Layer
 from merestone.ops.triton.block import Context, attend_block, convolve
-from merestone.ops.triton.follow import Noise, add_noise, follow
+from merestone.ops.triton.follow import Noise, Odds, add_noise, among, follow
 from merestone.ops.triton.gemm import linear
 from merestone.ops.triton.index import choose
 from merestone.ops.triton.judge import best
@@ -126,18 +126,24 @@ class _GpuSelector:
     """DFlash2's choice; the weights of ``selector`` on ``device``."""
 
     def __init__(self, selector: Selector, device: str) -> None:
-        self._count = selector._count
+        self.count = selector._count
         self._books = selector._before.to(device), selector._after.to(device)
         self._project = selector._project.to(device)
 
     def choose(
-        self, hidden: Tensor, logits: Tensor, newest: Tensor, noise: Noise, out: Tensor
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        newest: Tensor,
+        noise: Noise,
+        out: Tensor,
+        odds: Odds | None,
     ) -> None:
         """Ids into ``out`` [S, depth], of rows [S depth, ...]."""
         every = torch.full_like(out, logits.shape[1]).flatten()
-        candidates = choose(logits, every, self._count)
+        candidates = choose(logits, every, self.count)
         projected = linear(hidden, self._project)
-        follow(logits, candidates, projected, self._books, newest, noise, out)
+        follow(logits, candidates, projected, self._books, newest, noise, out, odds)
 
 
 class GpuDFlash:
@@ -163,6 +169,11 @@ class GpuDFlash:
     def fields(self) -> tuple[Field, ...]:
         return self._fields
 
+    @property
+    def among(self) -> int | None:
+        """Candidates that its selector leaves a draft; None without one."""
+        return self._selector.count if self._selector else None
+
     def keep(self, features: Tensor, kept: Kept, state: DeviceState) -> None:
         """Store context rows: features [N, taps * D] of the target's rows."""
         context = rms_norm(linear(features, self._mix), self._context_norm, self.config.rms_eps)
@@ -179,14 +190,24 @@ class GpuDFlash:
         return rms_norm(x, self._norm, self.config.rms_eps)
 
     def choose(
-        self, hidden: Tensor, logits: Tensor, newest: Tensor, noise: Noise, out: Tensor
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        newest: Tensor,
+        noise: Noise,
+        out: Tensor,
+        odds: Odds | None = None,
     ) -> None:
-        """Ids into ``out`` [S, depth] int32, from the rows [S depth, ...] after the newest ones."""
+        """Ids into ``out`` [S, depth] int32, from the rows [S depth, ...] after the newest ones;
+        into ``odds``, of as many rows, what they are drawn from."""
         depth = out.shape[1]
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if self._selector is not None:
-            self._selector.choose(hidden, logits, newest, noise, out)
+            self._selector.choose(hidden, logits, newest, noise, out, odds)
+            return
+        if odds is not None:
+            among(logits, noise, depth, 1, out, odds)
             return
         add_noise(logits, noise, depth)
         ids = torch.empty(2, logits.shape[0], dtype=torch.int32, device=logits.device)

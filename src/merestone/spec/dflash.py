@@ -27,7 +27,7 @@ class DFlashDrafter:
 
     def __init__(self, draft: DFlash, model: Model, *, chances: bool = False) -> None:
         config = draft.config
-        self._chances = chances
+        self.chances = chances
         self.draft = draft
         self._model = model
         self.depth = config.block - 1
@@ -75,7 +75,7 @@ class DFlashDrafter:
         depth: int,
     ) -> Drafts:
         """Rows [S depth, ...] -> ids [S, depth], each next one knowing the one before it."""
-        draws = Draws(wanting, self._chances)
+        draws = Draws(wanting, self.chances)
         logits = logits.view(len(wanting), depth, -1)
         selector = self.draft.selector
         if selector is None:

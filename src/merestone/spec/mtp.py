@@ -42,7 +42,7 @@ class MtpDrafter:
         self, layer: Glm5NextMtp, model: Model, depth: int, *, chances: bool = False
     ) -> None:
         assert 1 <= depth <= MOST, depth
-        self._chances = chances
+        self.chances = chances
         self.layer = layer
         self._model = model
         self.depth = depth
@@ -73,7 +73,7 @@ class MtpDrafter:
         assert isinstance(observed, _Observed)
         at = torch.tensor([c.row for c in wanting])
         hidden = observed.hidden[at]
-        draws = Draws(wanting, self._chances)
+        draws = Draws(wanting, self.chances)
         ids = draws.draw(self._model.logits(hidden))
         if depth > 1:
             chosen = None if observed.chosen is None else observed.chosen[at]
