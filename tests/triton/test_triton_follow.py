@@ -4,7 +4,7 @@ import torch
 
 from merestone.ops.triton.draw import draw as draw_tokens
 from merestone.ops.triton.draw import draws
-from merestone.ops.triton.follow import Noise, add_noise, follow
+from merestone.ops.triton.follow import Noise, Odds, add_noise, among, follow
 from merestone.ops.triton.judge import best
 from merestone.sched.plan import SamplingParams
 
@@ -37,6 +37,28 @@ def test_noise_is_the_targets(draw, device: str) -> None:
     assert torch.equal(noisy[:DEPTH], logits[:DEPTH])
 
 
+def odds_of(device: str) -> Odds:
+    kept = torch.zeros(3 * DEPTH, CHOSEN, device=device)
+    return Odds(kept.to(torch.int32), kept)
+
+
+def test_a_few_candidates_are_drawn_from(draw, device: str) -> None:
+    """The best ones; each token is the target's, were there no others."""
+    logits, odds = draw(3 * DEPTH, VOCAB) * 3, odds_of(device)
+    out = torch.zeros(3, DEPTH, dtype=torch.int32, device=device)
+    among(logits, noise(device), DEPTH, 1, out, odds)
+    values, ids = logits.topk(CHOSEN)
+    assert torch.equal(odds.candidates.long(), ids.sort().values)
+    cut = torch.full_like(logits, float("-inf")).scatter(1, ids, values)
+    assert torch.equal(odds.scores, cut.gather(1, ids.sort().values) - values[:, :1])
+    assert torch.equal(out[0], ids[:DEPTH, 0].int())
+    for row in range(DEPTH, 3 * DEPTH):
+        i, place = row // DEPTH, row % DEPTH
+        params = SamplingParams(temperature=HEATS[i], seed=SEEDS[i])
+        key = (row, params, POSITIONS[i] + 1 + place, CHOICES[i])
+        assert draw_tokens(cut, draws([key], VOCAB)).tolist() == [int(out[i, place])]
+
+
 def test_each_token_follows_the_one_before(draw, device: str) -> None:
     logits, projected = draw(3 * DEPTH, VOCAB), draw(3 * DEPTH, RANK)
     before, after = draw(VOCAB, RANK), draw(VOCAB, RANK)
@@ -48,6 +70,10 @@ def test_each_token_follows_the_one_before(draw, device: str) -> None:
     newest = torch.tensor([1, 2, 3], dtype=torch.int32, device=device)
     out = torch.zeros(3, DEPTH, dtype=torch.int32, device=device)
     follow(logits, candidates, projected, (before, after), newest, noise(device), out)
+    weighed, odds = torch.zeros_like(out), odds_of(device)
+    follow(logits, candidates, projected, (before, after), newest, noise(device), weighed, odds)
+    assert torch.equal(weighed, out)
+    assert torch.equal(odds.candidates, candidates)
     seen = set()
     for i in range(3):
         token = int(newest[i])
@@ -58,6 +84,7 @@ def test_each_token_follows_the_one_before(draw, device: str) -> None:
             scores[own] += after[own] @ (before[token] * projected[row])
             kept = torch.full((1, VOCAB), float("-inf"), device=device)
             kept[0, own] = scores[own]
+            torch.testing.assert_close(odds.scores[row], scores[own] - scores[own].max())
             token = int(kept.argmax())
             if HEATS[i]:
                 params = SamplingParams(temperature=HEATS[i], seed=SEEDS[i])
