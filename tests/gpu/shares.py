@@ -20,6 +20,7 @@ from merestone.models.gpu import on_gpu
 from merestone.models.kimi_linear import KimiLinear
 from merestone.models.tiny_weights import draw
 from merestone.parallel.world import World
+from merestone.sched.plan import SamplingParams
 from merestone.spec.dflash import DFlashDrafter
 from merestone.spec.interface import Drafter
 from merestone.spec.mtp import MtpDrafter
@@ -59,8 +60,9 @@ def answers(world: World, family: str, length: int) -> tuple[list, list, list[fl
         return answer(cold), answer(replies[0]), far
 
 
-def drafted(world: World, kind: str, length: int, count: int) -> tuple[list, list, list]:
-    """Answers without drafts, with those of ``kind``, and of a replay with them."""
+def drafted(world: World, kind: str, length: int, count: int) -> tuple[list, ...]:
+    """Answers without drafts, with those of ``kind``, and of a replay with them; then sampled ones
+    whose drafts are accepted by their chances: an answer, and its replay."""
     with pytest.MonkeyPatch.context() as patch:
         if not CUDA:
             order_dots(patch)
@@ -82,7 +84,11 @@ def drafted(world: World, kind: str, length: int, count: int) -> tuple[list, lis
         again = real.ask(prompt(length, 3), count)
         assert again.restored == length
         assert cold.finished().drafts == again.finished().drafts
-        return answer(plain), answer(cold), answer(again)
+        chances = dataclasses.replace(drafter, chances=True)
+        real = GpuReal(model, chances, accept="rejection", **options)
+        how = SamplingParams(temperature=1.0, seed=3, logprobs=5)
+        hot = [real.ask(prompt(length, 3), count, params=how) for _ in range(2)]
+        return tuple(answer(reply) for reply in (plain, cold, again, *hot))
 
 
 def pad_steps(real: GpuReal) -> None:

@@ -1,6 +1,6 @@
 """What a drafter on a device is told of a step, and how it brings that to the device.
 
-Knows slots, rows and the keys of noise. Must not know drafters.
+Knows slots, rows and the keys of noise, and what comes back of drafts. Must not know drafters.
 """
 
 from __future__ import annotations
