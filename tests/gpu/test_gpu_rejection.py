@@ -15,7 +15,7 @@ from torch import Tensor
 import gpu.test_gpu_dflash as dflash
 import gpu.test_speculation as mtp
 import merestone.ops.triton.follow as follow
-from gpu.machine import CUDA, DEVICE, GpuReal
+from gpu.machine import BUNDLED, CUDA, DEVICE, GpuReal
 from gpu.test_speculation import Noted, answer
 from gpu.test_thin import prompt
 from merestone.device.gpu_drafting import GpuMtpDrafter
@@ -23,12 +23,15 @@ from merestone.device.gpu_passes import Sampled
 from merestone.device.gpu_sampling import GpuSlot, Sampling
 from merestone.device.gpu_turn import Parts as Tables
 from merestone.device.gpu_turn import Proposed, Turn, fill_noise, noise_of, noise_sizes, odds_of
+from merestone.engine.gpu import draft_on_gpu
 from merestone.models.gpu import GpuModel
+from merestone.models.loader import load_model
 from merestone.ops.sampler import Draft, sample
 from merestone.ops.triton.draw import draw, draws
 from merestone.ops.triton.follow import among
 from merestone.sched.plan import SamplingParams, Work
 from merestone.spec.accept import accept
+from merestone.spec.build import ACCEPT, load_drafter, parse_speculation
 from merestone.spec.interface import DraftGroup
 from spec_engine.test_rejection import VOCAB, chances_of, chi_square, drafted, target
 from spec_models.test_drafted_engine import text
@@ -219,6 +222,7 @@ class Weighed(Noted):
         super().__init__(*parts, accept="rejection", **options)
         self.odds: dict[tuple, list] = {}
         runner = self.engine.device
+        assert runner.rejecting
         noted = runner.drafter.proposed
 
         def checked():
@@ -254,6 +258,15 @@ def parts_of(kind: str, bundled: bool = False) -> tuple[GpuModel, object]:
     model, layer = mtp.bundled(torch.float32) if bundled else mtp.small()
     groups = (DraftGroup(mtp.GROUP, multiple=model.pool, dealt=True),)
     return model, GpuMtpDrafter(layer, 2, groups, chances=True)
+
+
+@pytest.mark.parametrize("kind", ["mtp:2", "dflash"])
+def test_the_option_reaches_the_device(kind: str) -> None:
+    model = load_model(BUNDLED, torch.float32)
+    for word in ACCEPT:
+        drafter = load_drafter(parse_speculation(kind, word), None, BUNDLED, model)
+        assert drafter is not None
+        assert draft_on_gpu(drafter, DEVICE).chances == (word == "rejection")
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
