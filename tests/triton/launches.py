@@ -19,7 +19,7 @@ from merestone.ops.triton.grouped import experts, experts_norm, route
 from merestone.ops.triton.hyper import enter, leave, mean
 from merestone.ops.triton.index import choose, members, pool_scores, write_pools
 from merestone.ops.triton.judge import bad_anchors, bad_rows, best
-from merestone.ops.triton.kda import PROMPT, OpenRows, Pass, Shape, kda, open_rows_shapes
+from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.kda_inputs import Raw, kda_inputs
 from merestone.ops.triton.latents import write_latents
 from merestone.ops.triton.norms import (
@@ -204,13 +204,8 @@ def recurrence(rows: int) -> None:
     cache = OpenRows(**{name: torch.zeros(1, *shape, dtype=t) for name, (shape, t) in shapes})
     tables = sequences(rows)
     step = Pass(tables.first, tables.first, tables.first, tables.anchor_frames)
-    few = Shape(few=True, overlap=True, tile_warps=8, tile_registers=128)
-    fused = Shape(fused=True, columns=32, warps=8)
-    for lowest, shape in ((-5.0, PROMPT), (None, PROMPT), (-5.0, few), (None, fused)):
-        kda(
-            x, x, x, x.float(), beta, cells, cache, tables, step,
-            chunk=64, lowest=lowest, shape=shape,
-        )  # fmt: skip
+    for lowest in (-5.0, None):
+        kda(x, x, x, x.float(), beta, cells, cache, tables, step, chunk=64, lowest=lowest)
 
 
 @launch

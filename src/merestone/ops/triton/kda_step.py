@@ -248,16 +248,16 @@ def scan_few(
             )  # fmt: skip
             dtype = ring.dtype.element_ty
             read_k, read_q, mix = of_key.to(dtype), of_query.to(dtype), mix.to(dtype)
-            # Rarely of use, but in a branch of its own every warp would do the products above.
-            written, fade = left_behind(key, total, t, SUB, PRECISION)
-            written = written.to(dtype)
         z = _outputs(
             state, value, known, read_k, read_q, mix, ring, out,
             base, first, end, keep, heads * WIDTH, WIDTH, COLUMNS, RING, SUB,
         )  # fmt: skip
         if advance > base:
             # The pass ends where the anchor will stand, and the slot's state with it.
-            if not FUSED:
+            if FUSED:
+                written, fade = left_behind(key, total, t, SUB, PRECISION)
+                written = written.to(z.dtype)
+            else:
                 written, fade = _behind(writes, fades, last, DIM, SUB)
             state = tl.dot(tl.trans(z), written, state * fade[None, :], input_precision="tf32x3")
             frame = tl.load(advance_frames + sequence * FRAMES + number).to(tl.int64)

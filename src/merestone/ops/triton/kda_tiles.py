@@ -175,12 +175,11 @@ def prepare_tile(
     tl.store(reads + row * DIM + column[None, :], of_key.to(dtype))
     tl.store(reads + SUB * DIM + row * DIM + column[None, :], of_query.to(dtype))
     tl.store(mixes + row * SUB + other, mix.to(dtype))
-    # Nobody reads the state behind the last tile, unless it is to be kept. Not a branch: products
-    # in one of their own would have every warp do those above.
-    needed = (base + SUB < end) | (base < keep) | (not LEAN)
-    written, fade = left_behind(key, total, t, SUB, PRECISION)
-    tl.store(writes + row * DIM + column[None, :], written.to(dtype), mask=needed)
-    tl.store(fades + column, fade, mask=needed)
+    # Nobody reads the state behind the last tile, unless it is to be kept.
+    if (not LEAN) or (base + SUB < end) or (base < keep):
+        written, fade = left_behind(key, total, t, SUB, PRECISION)
+        tl.store(writes + row * DIM + column[None, :], written.to(dtype))
+        tl.store(fades + column, fade)
 
 
 @triton.jit
