@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from merestone.ops.naive import kda_recurrent
-from merestone.ops.triton.kda import PROMPT, OpenRows, Pass, Shape, kda, open_rows_shapes
+from merestone.ops.triton.kda import OpenRows, Pass, kda, open_rows_shapes
 from merestone.ops.triton.rows import Cells, Sequences
 
 HEADS, DIM, WIDTH, CHUNK, FRAME = 2, 16, 16, 32, 1024
@@ -49,7 +49,6 @@ class Machine:
     chunk: int = CHUNK
     dtype: torch.dtype = torch.float32
     frames: int = 2
-    shape: Shape = PROMPT
     memory: Tensor = field(init=False)
     cache: OpenRows = field(init=False)
 
@@ -105,10 +104,7 @@ class Machine:
             table([pair(w[6][1]) for w in works]),
         )
         cells = Cells(self.memory, self.places)
-        out = kda(
-            *inputs, cells, self.cache, sequences, step,
-            chunk=self.chunk, lowest=self.lowest, shape=self.shape,
-        )  # fmt: skip
+        out = kda(*inputs, cells, self.cache, sequences, step, chunk=self.chunk, lowest=self.lowest)
         return list(out.split([part[0].shape[0] for part in parts]))
 
     def anchor(self, number: int) -> Tensor:
@@ -212,50 +208,6 @@ def test_restored_and_batched(draw, device: str) -> None:
     assert none.shape[0] == 0
     [out] = machine.step([(one, 2, 50, 60, 32, 0, (1, 0))])
     assert torch.equal(out, whole[50:])
-
-
-# (slot, first, end, anchor, advance, frames): prompts, decoding across tiles, drafts across one and
-# two of them, anchors that move to the middle of a pass and to its end, padding, a rebuild.
-SCHEDULE = [
-    [(0, 0, 13, 0, 0, (0, 0)), (1, 0, 40, 0, 32, (0, 1)), (2, 0, 3, 0, 0, (0, 0))],
-    [(0, 13, 15, 0, 0, (0, 0)), (1, 40, 41, 32, 0, (1, 0)), (2, 3, 3, 0, 0, (0, 0))],
-    [(0, 15, 19, 0, 0, (0, 0)), (1, 41, 46, 32, 0, (1, 0)), (2, 3, 4, 0, 0, (0, 0))],
-    [(0, 16, 17, 0, 0, (0, 0)), (1, 42, 60, 32, 0, (1, 0)), (2, 4, 20, 0, 0, (0, 0))],
-    [(0, 17, 32, 0, 32, (0, 2)), (1, 60, 66, 32, 64, (1, 3)), (2, 20, 21, 0, 0, (0, 0))],
-    [(0, 32, 33, 32, 0, (2, 0)), (1, 66, 67, 64, 0, (3, 0)), (2, 21, 21, 0, 0, (0, 0))],
-    [(0, 33, 50, 32, 0, (2, 0)), (1, 67, 68, 64, 0, (3, 0)), (2, 21, 30, 0, 0, (0, 0))],
-    [(0, 50, 51, 32, 0, (2, 0)), (2, 30, 36, 0, 32, (0, 5)), (1, 64, 70, 64, 0, (3, 0))],
-]
-
-
-@pytest.mark.usefixtures("ordered_dot")
-@pytest.mark.parametrize(
-    ("shape", "lowest"),
-    [
-        (Shape(columns=16, few=True, tile_warps=4), -5.0),
-        (Shape(columns=32, few=True), None),
-        (Shape(columns=16, fused=True, warps=8), None),
-        (Shape(columns=32, fused=True), -5.0),
-    ],
-)
-def test_shapes_of_launches_agree(draw, device: str, shape: Shape, lowest: float | None) -> None:
-    """Outputs, anchors and all that a slot holds; steps of several shapes follow each other."""
-    sequences = [rows(draw, 70, 0.3, 1, 32) for _ in range(3)]
-    plain, other = (
-        Machine(device, lowest, heads=1, dim=32, dtype=torch.float16, frames=1) for _ in range(2)
-    )
-    for number, step in enumerate(SCHEDULE):
-        other.shape = PROMPT if number in (0, 5) else shape
-        works = [(sequences[slot], slot, *rest) for slot, *rest in step]
-        for one, two in zip(other.step(works), plain.step(works), strict=True):
-            assert torch.equal(one, two), number
-        assert same(other.memory, plain.memory), number
-        for name in OpenRows.__slots__:
-            assert same(getattr(other.cache, name), getattr(plain.cache, name)), (number, name)
-
-
-def same(one: Tensor, two: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(-7), two.nan_to_num(-7))
 
 
 @pytest.mark.gpu

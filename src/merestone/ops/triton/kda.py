@@ -30,20 +30,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from merestone.ops.triton.kda_step import scan_few, scanned
 from merestone.ops.triton.kda_tiles import from_to, prepare
 from merestone.ops.triton.launch import aligned, blocks
 from merestone.ops.triton.rows import Cells, Sequences
 
 SUB = 16
 """Rows of a tile: the smallest of a tensor core, and so free of charge at one row."""
-# Columns of V that share an entry of the table of where states stand.
-_GRAIN = 16
-# Columns of keys that are taken at once where pairs have to be formed.
-_BLOCK = 32
+# Columns of V that a program scans, and its warps.
+_COLUMNS, _SCAN_WARPS = 64, 4
+# Warps that prepare a tile, and the columns that they take at once where pairs have to be formed.
+_WARPS, _BLOCK = 2, 32
 # Decays are exp(G_i) exp(-G_j) while the second factor stays finite, and formed pair by pair for
 # rows behind a stronger decay: as the row's own G says, so whatever rows come after it.
 _EXPONENT = 80.0
+
+
+@triton.jit
+def _scanned(
+    state, v, ring, out, reads, writes, mixes, fades, start, begin, stop, first, end, keep,
+    v_row, out_row, tile_rows,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RING: tl.constexpr,
+    SUB: tl.constexpr,
+):  # fmt: skip
+    """The state [COLUMNS, DIM] after the tiles of [begin, stop): stores outputs of new rows and
+    their z. Pointers are at the head, those of tiles at the one of ``start``."""
+    local, column = tl.arange(0, SUB), tl.arange(0, DIM)[None, :]
+    width = tl.arange(0, COLUMNS)[:, None]
+    at = local[:, None] * DIM + column
+    for base in range(begin, stop, SUB):
+        tile = ((base - start) // SUB).to(tl.int64) * tile_rows
+        position = base + local
+        old = (position < first)[None, :]
+        new = ((position >= first) & (position < end))[None, :]
+        fresh = (position - first).to(tl.int64)[None, :]
+        at_ring = (position % RING)[None, :] * WIDTH + width
+        read_k = tl.load(reads + tile * 2 * SUB * DIM + at)
+        read_q = tl.load(reads + tile * 2 * SUB * DIM + SUB * DIM + at)
+        written = tl.load(writes + tile * SUB * DIM + at)
+        mix = tl.load(mixes + tile * SUB * SUB + local[:, None] * SUB + local[None, :])
+        fade = tl.load(fades + tile * DIM + tl.arange(0, DIM))
+        value = tl.load(v + fresh * v_row + width, mask=new, other=0.0).to(tl.float32)
+        known = tl.load(ring + at_ring, mask=old, other=0.0)
+        seen = state.to(read_k.dtype)
+        z = value - tl.dot(seen, tl.trans(read_k), input_precision="tf32x3")
+        # Rounded as the ring holds it: an old row must count as it did when it was new.
+        z = tl.where(old, known, z.to(read_k.dtype))
+        result = tl.dot(seen, tl.trans(read_q), input_precision="tf32x3")
+        result = tl.dot(z, tl.trans(mix), result, input_precision="tf32x3")
+        state = tl.dot(z, written, state * fade[None, :], input_precision="tf32x3")
+        tl.store(out + fresh * out_row + width, result.to(out.dtype.element_ty), mask=new)
+        tl.store(ring + at_ring, z, mask=new & (position >= keep)[None, :])
+    return state
 
 
 @triton.jit
@@ -52,17 +89,16 @@ def _scan(
     firsts, rows, anchors, ends, advances, slots, anchor_frames, advance_frames,
     v_row, memory_frame, heads,
     FRAMES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, SUB: tl.constexpr, GRAIN: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (parts of V, heads, sequences)."""
+    """Grid: (PARTS of V, heads, sequences)."""
     RING: tl.constexpr = 2 * CHUNK
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
     anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
     row = tl.load(rows + sequence).to(tl.int64)
     slot = tl.load(slots + sequence).to(tl.int64) * heads + head
-    GRAINS: tl.constexpr = COLUMNS // GRAIN
-    stand = stands + slot * (WIDTH // GRAIN) + part * GRAINS
+    stand = stands + slot * PARTS + part
     start, keep = from_to(first, anchor, advance, tl.load(stand), CHUNK, SUB)
     if first < end:
         left = part * COLUMNS
@@ -81,7 +117,7 @@ def _scan(
         # a pipelined one, which gave wrong sums on the device.
         for phase in tl.static_range(3):
             stop = tl.maximum(advance, start) if phase == 0 else (keep if phase == 1 else end)
-            state = scanned(
+            state = _scanned(
                 state, v + row * v_row + head * WIDTH + left, ring + slot * RING * WIDTH + left,
                 out + (row * heads + head) * WIDTH + left,
                 reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM, mixes + tile * SUB * SUB,
@@ -96,7 +132,7 @@ def _scan(
                 tl.store(cell + frame * memory_frame, state, mask=frame >= 0)
             if phase == 1 and ((keep > start) | (first == anchor)):
                 tl.store(own, state)
-                tl.store(stand + tl.arange(0, GRAINS), tl.full((GRAINS,), keep, tl.int32))
+                tl.store(stand, keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +141,7 @@ class OpenRows:
 
     Rings of rows: ``keys`` [slots, H, 2 C, K] and ``values`` (z) [slots, H, 2 C, V] in the
     operands' dtype, ``decays`` [slots, H, 2 C, K] and ``strengths`` [slots, H, 2 C] fp32.
-    ``states`` [slots, H, V, K] fp32, and ``stands`` [slots, H, grains of V] int32: at which
-    position.
+    ``states`` [slots, H, V, K] fp32, and ``stands`` [slots, H, parts] int32: at which position.
 
     Derived from raw rows and never part of a checkpoint: rebuilt by a pass from the anchor.
     """
@@ -130,33 +165,8 @@ def open_rows_shapes(
         "strengths": ((heads, ring), torch.float32),
         "values": ((heads, ring, width), dtype),
         "states": ((heads, width, dim), torch.float32),
-        "stands": ((heads, width // min(_GRAIN, width)), torch.int32),
+        "stands": ((heads, blocks(width, min(_COLUMNS, width))), torch.int32),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a pass is cut into programs; its bits do not depend on it.
-
-    ``columns`` of V that a program scans with ``warps``; ``registers`` of a thread at most, if not
-    None. Of a prompt it loads ``stages`` tiles ahead. ``tile_warps`` and ``tile_registers`` are
-    those of the launch that prepares tiles. ``few``: for sequences of few rows, whose last tile
-    mostly leaves no state behind. ``fused``: so, and tiles are prepared by the programs that scan.
-    ``overlap``: of ``few``, the scan may begin while tiles are prepared.
-    """
-
-    columns: int = 64
-    warps: int = 4
-    registers: int | None = None
-    stages: int = 3
-    tile_warps: int = 2
-    tile_registers: int | None = None
-    few: bool = False
-    fused: bool = False
-    overlap: bool = False
-
-
-PROMPT = Shape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +195,6 @@ def kda(
     chunk: int,
     lowest: float | None = None,
     out: Tensor | None = None,
-    shape: Shape = PROMPT,
 ) -> Tensor:
     """The outputs of a step's rows, [N, H, V] in q's dtype; writes the cache and ordered anchors.
 
@@ -199,11 +208,10 @@ def kda(
         anchors: states [H cells of K, V] fp32.
         lowest: a lower bound of g that the model guarantees.
         out: where the outputs go (several launches may share one), or None.
-        shape: of the launches.
     """
     rows, heads, dim = q.shape
     width = v.shape[2]
-    columns = min(shape.columns, width)
+    columns = min(_COLUMNS, width)
     count = sequences.first.shape[0]
     _check(q, k, v, g, beta, anchors, cache, sequences, step, chunk)
     assert width % columns == 0, width
@@ -213,47 +221,31 @@ def kda(
     assert out.is_contiguous()
     if rows == 0:
         return out
-    tables = sequences.first, sequences.row, sequences.anchor, step.end, step.advance, step.slot
     # A sequence's tiles begin at row // SUB of its first row, plus room for each one before it: as
     # many tiles as its old rows may take, and two that are not full.
-    room = rows // SUB + count * (2 * chunk // SUB + 2)
-    reads = torch.empty(room, heads, 2, SUB, dim, dtype=q.dtype, device=q.device)
-    writes = torch.empty(room, heads, SUB, dim, dtype=q.dtype, device=q.device)
-    mixes = torch.empty(room, heads, SUB, SUB, dtype=q.dtype, device=q.device)
-    fades = torch.empty(room, heads, dim, dtype=torch.float32, device=q.device)
-    raw = q, k, g, beta, cache.keys, cache.decays, cache.strengths
-    strides = q.stride(0), k.stride(0), g.stride(0)
-    common = {"DIM": dim, "CHUNK": chunk, "SUB": SUB, "enable_fp_fusion": False}
-    tile = {
-        "BLOCK": min(_BLOCK, dim),
-        "BOUNDED": lowest is not None and -lowest * SUB <= _EXPONENT,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }
-    overlap = shape.overlap and shape.few and not shape.fused
-    if not shape.fused:
-        prepare[(blocks(rows, SUB * count), heads, count)](
-            *raw, cache.stands, reads, writes, mixes, fades, *tables, *strides, heads, _EXPONENT,
-            GRAINS=cache.stands.shape[2], LEAN=shape.few, OVERLAP=overlap,
-            num_warps=shape.tile_warps, num_stages=1, maxnreg=shape.tile_registers,
-            **tile, **common,
-        )  # fmt: skip
-    given = (
+    places = rows // SUB + count * (2 * chunk // SUB + 2)
+    reads = torch.empty(places, heads, 2, SUB, dim, dtype=q.dtype, device=q.device)
+    writes = torch.empty(places, heads, SUB, dim, dtype=q.dtype, device=q.device)
+    mixes = torch.empty(places, heads, SUB, SUB, dtype=q.dtype, device=q.device)
+    fades = torch.empty(places, heads, dim, dtype=torch.float32, device=q.device)
+    tables = sequences.first, sequences.row, sequences.anchor, step.end, step.advance, step.slot
+    parts = blocks(width, columns)
+    common = {"DIM": dim, "PARTS": parts, "CHUNK": chunk, "SUB": SUB, "enable_fp_fusion": False}
+    prepare[(blocks(rows, SUB * count), heads, count)](
+        q, k, g, beta, cache.keys, cache.decays, cache.strengths, cache.stands,
+        reads, writes, mixes, fades, *tables,
+        q.stride(0), k.stride(0), g.stride(0), heads, _EXPONENT,
+        BLOCK=min(_BLOCK, dim), BOUNDED=lowest is not None and -lowest * SUB <= _EXPONENT,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=_WARPS, num_stages=1, **common,
+    )  # fmt: skip
+    _scan[(parts, heads, count)](
         v, reads, writes, mixes, fades, anchors.memory, anchors.places, cache.states, cache.stands,
         cache.values, out, *tables, sequences.anchor_frames, step.advance_frames,
+        v.stride(0), anchors.memory.stride(0), heads,
+        FRAMES=step.advance_frames.shape[1], WIDTH=width, COLUMNS=columns,
+        num_warps=_SCAN_WARPS, num_stages=3, **common,
     )  # fmt: skip
-    sizes = v.stride(0), anchors.memory.stride(0), heads
-    grid = blocks(width, columns), heads, count
-    scan = {
-        "FRAMES": step.advance_frames.shape[1], "WIDTH": width, "COLUMNS": columns,
-        "GRAIN": min(_GRAIN, width), "num_warps": shape.warps, "maxnreg": shape.registers,
-    }  # fmt: skip
-    if shape.few or shape.fused:
-        scan_few[grid](
-            *given, *raw, *sizes, *strides, _EXPONENT, FUSED=shape.fused, OVERLAP=overlap,
-            num_stages=1, launch_pdl=overlap, **scan, **tile, **common,
-        )  # fmt: skip
-    else:
-        _scan[grid](*given, *sizes, num_stages=shape.stages, **scan, **common)
     return out
 
 

@@ -8,7 +8,6 @@ and queries nothing is lost, of their decays eleven bits stay.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
@@ -87,48 +86,34 @@ def _pairs(
 
 
 @triton.jit
-def tile_inputs(
-    q, k, g, beta, keys, decays, strengths, base, first, end,
-    q_row, k_row, g_row, heads,
-    DIM: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
+def _prepare_tile(
+    q, k, g, beta, keys, decays, strengths, reads, writes, mixes, fades, base, first, end, keep,
+    q_row, k_row, g_row, heads, LIMIT,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys, log decays [SUB, DIM] and strengths [SUB] of the tile at ``base``."""
+    """The tile at ``base``: all pointers are at its head, those of results at its place."""
     position = base + tl.arange(0, SUB)
     old, new = position < first, (position >= first) & (position < end)
+    kept, ring = new & (position >= keep), position % RING
     share = tl.load(beta + (position - first).to(tl.int64) * heads, mask=new, other=0.0)
-    share = tl.where(old, tl.load(strengths + position % RING, mask=old, other=0.0), share)
-    key, decay, _, fresh_rows, fresh = _keys(
+    share = tl.where(old, tl.load(strengths + ring, mask=old, other=0.0), share)
+    tl.store(strengths + ring, share, mask=kept)
+    key, decay, at_ring, fresh_rows, fresh = _keys(
         k, g, keys, decays, 0, base, first, end, k_row, g_row, DIM, DIM, RING, SUB
     )
     column = tl.arange(0, DIM)[None, :]
     query = tl.load(q + fresh * q_row + column, mask=fresh_rows, other=0.0).to(tl.float32)
-    return query, key, decay, share
-
-
-@triton.jit
-def keep_inputs(
-    keys, decays, strengths, key, decay, share, base, first, end, keep,
-    DIM: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
-):  # fmt: skip
-    """New rows from ``keep`` on go to the rings."""
-    position = base + tl.arange(0, SUB)
-    kept, ring = (position >= first) & (position < end) & (position >= keep), position % RING
-    at_ring = ring[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(strengths + ring, share, mask=kept)
     tl.store(keys + at_ring, key, mask=kept[:, None])
     tl.store(decays + at_ring, decay, mask=kept[:, None])
-
-
-@triton.jit
-def solved(
-    query, key, total, share, q, k, g, keys, decays, base, first, end, q_row, k_row, g_row, LIMIT,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What rows read of the state before them, for z and for outputs [SUB, DIM], and T, P T."""
+    key = key.to(tl.float32)
+    total = tl.cumsum(decay, 0)
     grown = tl.exp(total)
     of_key, of_query = key * grown, query * grown
     row, other = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
+    dtype = reads.dtype.element_ty
+    tl.store(reads + row * DIM + column, of_key.to(dtype))
+    tl.store(reads + SUB * DIM + row * DIM + column, of_query.to(dtype))
     right = tl.trans(key * tl.exp(tl.minimum(-total, LIMIT)))
     a = tl.dot(of_key, right, input_precision=PRECISION)
     p = tl.dot(of_query, right, input_precision=PRECISION)
@@ -141,45 +126,12 @@ def solved(
             )  # fmt: skip
     t = _inverse(tl.where(row > other, a * share[:, None], 0.0), SUB) * share[None, :]
     mix = tl.dot(tl.where(row >= other, p, 0.0), t, input_precision=PRECISION)
-    return of_key, of_query, t, mix
-
-
-@triton.jit
-def left_behind(key, total, t, SUB: tl.constexpr, PRECISION: tl.constexpr):
-    """What a tile does to the state: T^T (k exp(G_last - G)) [SUB, DIM], and exp(G_last) [DIM]."""
+    tl.store(mixes + row * SUB + other, mix.to(dtype))
     last = _row_of(total, SUB - 1, SUB)
     faded = key * tl.exp(last[None, :] - total)
-    return tl.dot(tl.trans(t), faded, input_precision=PRECISION), tl.exp(last)
-
-
-@triton.jit
-def prepare_tile(
-    q, k, g, beta, keys, decays, strengths, reads, writes, mixes, fades, base, first, end, keep,
-    q_row, k_row, g_row, heads, LIMIT,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, LEAN: tl.constexpr,
-):  # fmt: skip
-    """The tile at ``base``: all pointers are at its head, those of results at its place."""
-    query, key, decay, share = tile_inputs(
-        q, k, g, beta, keys, decays, strengths, base, first, end, q_row, k_row, g_row, heads,
-        DIM, RING, SUB,
-    )  # fmt: skip
-    keep_inputs(keys, decays, strengths, key, decay, share, base, first, end, keep, DIM, RING, SUB)
-    key, total = key.to(tl.float32), tl.cumsum(decay, 0)
-    of_key, of_query, t, mix = solved(
-        query, key, total, share, q, k, g, keys, decays, base, first, end, q_row, k_row, g_row,
-        LIMIT, DIM, BLOCK, RING, SUB, BOUNDED, PRECISION,
-    )  # fmt: skip
-    row, other, column = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :], tl.arange(0, DIM)
-    dtype = reads.dtype.element_ty
-    tl.store(reads + row * DIM + column[None, :], of_key.to(dtype))
-    tl.store(reads + SUB * DIM + row * DIM + column[None, :], of_query.to(dtype))
-    tl.store(mixes + row * SUB + other, mix.to(dtype))
-    # Nobody reads the state behind the last tile, unless it is to be kept.
-    if (not LEAN) or (base + SUB < end) or (base < keep):
-        written, fade = left_behind(key, total, t, SUB, PRECISION)
-        tl.store(writes + row * DIM + column[None, :], written.to(dtype))
-        tl.store(fades + column, fade)
+    written = tl.dot(tl.trans(t), faded, input_precision=PRECISION)
+    tl.store(writes + row * DIM + column, written.to(dtype))
+    tl.store(fades + tl.arange(0, DIM), tl.exp(last))
 
 
 @triton.jit
@@ -187,20 +139,17 @@ def prepare(
     q, k, g, beta, keys, decays, strengths, stands, reads, writes, mixes, fades,
     firsts, rows, anchors, ends, advances, slots,
     q_row, k_row, g_row, heads, LIMIT,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, GRAINS: tl.constexpr, CHUNK: tl.constexpr,
-    SUB: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, LEAN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    SUB: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (any number, heads, sequences). A program takes every so manieth tile of a sequence."""
     RING: tl.constexpr = 2 * CHUNK
-    if OVERLAP:
-        gdc_launch_dependents()
     head, sequence = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
     row = tl.load(rows + sequence).to(tl.int64)
     anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
     slot = tl.load(slots + sequence).to(tl.int64) * heads + head
-    start, keep = from_to(first, anchor, advance, tl.load(stands + slot * GRAINS), CHUNK, SUB)
+    start, keep = from_to(first, anchor, advance, tl.load(stands + slot * PARTS), CHUNK, SUB)
     if first < end:
         place = row // SUB + sequence * (RING // SUB + 2)
         q += row * q_row + head * DIM
@@ -211,10 +160,10 @@ def prepare(
         strengths += slot * RING
         for index in range(tl.program_id(0), tl.cdiv(end - start, SUB), tl.num_programs(0)):
             tile = (place + index) * heads + head
-            prepare_tile(
+            _prepare_tile(
                 q, k, g, beta, keys, decays, strengths,
                 reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM, mixes + tile * SUB * SUB,
                 fades + tile * DIM, start + index * SUB, first, end, keep,
                 q_row, k_row, g_row, heads, LIMIT, DIM, BLOCK, RING, SUB, BOUNDED,
-                PRECISION, LEAN,
+                PRECISION,
             )  # fmt: skip
