@@ -32,8 +32,8 @@ def _recurrence(
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
     rows = q.shape[0]
-    slot, lengths = step.slot.long(), step.end - sequences.first
-    # Sequences of padding, last, have no rows.
+    # Sequences of padding, last, have no rows; nor has one that an empty first launch passes by.
+    slot, lengths = step.slot.long(), (step.end - sequences.first).clamp(min=0)
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).long()
     inputs = [x[None].contiguous() for x in (q, k, v, g, beta)]
     # What fla-core does with chunks reads lengths on the host, which a graph cannot.
@@ -43,6 +43,8 @@ def _recurrence(
             *inputs, initial_state=cache.states, cu_seqlens=ends,
             ssm_state_indices=slot[:, None].expand(-1, rows), scale=1.0, state_v_first=True,
         )  # fmt: skip
+    elif not lengths.any():
+        return q if out is None else out
     else:
         bounded = {} if lowest is None else {"safe_gate": True, "lower_bound": lowest}
         result, final = chunk_kda(

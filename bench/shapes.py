@@ -55,6 +55,7 @@ def _change(directory: Path, values: dict[str, Any], linear: dict[str, Any]) -> 
     unknown = values.keys() - text.keys()
     assert not unknown, sorted(unknown)
     text.update(values)
+    config["dtype"] = text["dtype"]  # the outer one counts
     text["linear_attn_config"].update(linear)
     path.write_text(json.dumps(config))
     for weights in directory.glob("*.safetensors"):
