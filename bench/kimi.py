@@ -22,6 +22,7 @@ import typer
 
 from bench.about import publish
 from bench.engine_rows import (
+    Asked,
     conversation,
     decode_rate,
     figures,
@@ -70,19 +71,26 @@ def routed(asked: InProcess, rows: int = 64) -> float:
     return sum(ids.unique().numel() for ids in counts) / max(len(counts), 1)
 
 
+def decoding(asked: Asked, tiny: bool) -> dict[str, float]:
+    """Tokens a second at each number of streams."""
+    streams, prompt, count = ((1, 2), 64, 16) if tiny else (STREAMS, PROMPT, COUNT)
+    return {str(n): decode_rate(asked, n, prompt, count) for n in streams}
+
+
+def rates(asked: Asked, tiny: bool) -> dict[str, Any]:
+    """First tokens and decoding, the same rows however an engine is asked."""
+    firsts = figures(asked, (256, 512) if tiny else LENGTHS)
+    return {"first_token": firsts, "decode": decoding(asked, tiny)}
+
+
 def measure(asked: InProcess, tiny: bool) -> dict[str, Any]:
     """All rows."""
-    lengths, streams = ((256, 512), (1, 2)) if tiny else (LENGTHS, STREAMS)
-    prompt, count = (64, 16) if tiny else (PROMPT, COUNT)
-    found: dict[str, Any] = {"first_token": figures(asked, lengths)}
-    found["decode"] = {str(n): decode_rate(asked, n, prompt, count) for n in streams}
+    found = rates(asked, tiny)
     if not tiny:
         found["experts_of_64_rows"] = routed(asked)
         # Each step's plan made after the one before has ended.
         asked.engine.overlap = False
-        found["decode_without_overlap"] = {
-            str(n): decode_rate(asked, n, prompt, count) for n in streams
-        }
+        found["decode_without_overlap"] = decoding(asked, tiny)
         asked.engine.overlap = True
     opening = 300 if tiny else 8000
     found["instructions"] = shared_instructions(asked, 200 if tiny else 3000)
@@ -92,8 +100,6 @@ def measure(asked: InProcess, tiny: bool) -> dict[str, Any]:
 
 def over_http(options: EngineOptions, vocab: int, tiny: bool) -> dict[str, Any]:
     """First tokens and decode rates that a client of ``merestone serve`` sees, ids in and out."""
-    lengths, streams = ((256, 512), (1, 2)) if tiny else (LENGTHS, STREAMS)
-    prompt, count = (64, 16) if tiny else (PROMPT, COUNT)
     given = {
         "device": options.device, "dtype": options.dtype, "load-format": options.load_format,
         "max-model-len": options.max_model_len, "max-running": options.max_running,
@@ -103,11 +109,7 @@ def over_http(options: EngineOptions, vocab: int, tiny: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         (write_tiny_kimi if tiny else write_kimi)(Path(scratch))
         with merestone_process([scratch, "--served-model-name=bench", *named]) as url:
-            asked = OverHttp(url, vocab)
-            return {
-                "first_token": figures(asked, lengths),
-                "decode": {str(n): decode_rate(asked, n, prompt, count) for n in streams},
-            }
+            return rates(OverHttp(url, vocab), tiny)
 
 
 def main(
