@@ -267,9 +267,17 @@ def items(parts: Sequence[tuple[int, int, int]], heads: int, rows: int) -> Tenso
     return torch.tensor(found, dtype=torch.int32).reshape(-1, 3)
 
 
-def check(q: Tensor, keys: Keys, width: int, tables: tuple[Tensor, ...]) -> None:
-    """Assert what the kernels take for granted; ``tables`` besides the keys' own."""
+def outputs(
+    q: Tensor,
+    keys: Keys,
+    tables: tuple[Tensor, ...],
+    width: int | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Room for what `attend` gives, with its defaults, after asserting what the kernels take for
+    granted; ``tables`` besides the keys' own."""
     _, page, dim = keys.pages.shape
+    width = width or 1 << dim.bit_length() - 1
     assert q.is_contiguous()
     assert q.shape[2] == dim == keys.pages.stride(1), (q.shape, keys.pages.shape)
     assert q.dtype == keys.pages.dtype, (q.dtype, keys.pages.dtype)
@@ -279,6 +287,9 @@ def check(q: Tensor, keys: Keys, width: int, tables: tuple[Tensor, ...]) -> None
         assert table.dtype == torch.int32
         assert table.is_contiguous()
     aligned(q, keys.pages)
+    rows, heads, _ = q.shape
+    out = torch.empty(rows, heads, width, dtype=out_dtype or q.dtype, device=q.device)
+    return out, torch.empty(rows, heads, dtype=torch.float32, device=q.device)
 
 
 def attend(
@@ -312,11 +323,10 @@ def attend(
         [N, H, width] in ``out_dtype`` (q's by default), and the log-sum-exps [N, H] fp32.
     """
     rows, heads, dim = q.shape
-    width = width or 1 << dim.bit_length() - 1
     height = height or (NARROW if split else WIDE)
-    check(q, keys, width, (work, seen) if selection is None else (work, seen, selection))
-    out = torch.empty(rows, heads, width, dtype=out_dtype or q.dtype, device=q.device)
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    given = (work, seen) if selection is None else (work, seen, selection)
+    out, lse = outputs(q, keys, given, width, out_dtype)
+    width = out.shape[2]
     if rows == 0:
         return out, lse
     spans = max(blocks(longest, SPAN), 1)

@@ -170,11 +170,9 @@ def attend_wide(
     """`attention.attend` without a selection, ``work`` being items of ROWS rows: the same bits."""
     (rows, heads, dim), (_, page, _) = q.shape, keys.pages.shape
     tile, span = attention.TILE, attention.SPAN
-    width = width or 1 << dim.bit_length() - 1
-    attention.check(q, keys, width, (work, seen))
     assert page % tile == 0, (page, tile)
-    out = torch.empty(rows, heads, width, dtype=out_dtype or q.dtype, device=q.device)
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    out, lse = attention.outputs(q, keys, (work, seen), width, out_dtype)
+    width = out.shape[2]
     if rows == 0:
         return out, lse
     spans = max(blocks(longest, span), 1)

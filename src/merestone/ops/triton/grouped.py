@@ -327,12 +327,11 @@ def experts(
     fp32, to be summed.
     """
     (rows, k), width = ids.shape, down.shape[1]
-    assert more is None or (more.shape == (rows, width) and more.is_contiguous())
     results = _results(x, ids, gate_up, down, limit, torch.float32 if partial else None)
     out = torch.empty(rows, width, dtype=out_dtype, device=x.device)
     if rows:
         _combine[(rows, blocks(width, _BLOCK))](
-            results, weights, weights if more is None else more, out, width,
+            results, weights, _more(more, weights, down), out, width,
             K=k, MORE=more is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -354,7 +353,6 @@ def experts_norm(
     """:func:`experts` in x's dtype, added to ``residual`` [T, D], and the RMS norm of the sum:
     the bits of `merestone.ops.triton.norms.add_rms_norm`, in one launch less."""
     (rows, k), width = ids.shape, down.shape[1]
-    assert more is None or (more.shape == (rows, width) and more.is_contiguous())
     assert residual.shape == (rows, width)
     assert residual.is_contiguous()
     assert residual.dtype == x.dtype
@@ -364,11 +362,20 @@ def experts_norm(
     if rows:
         each, padded, warps = shape_of(width)
         _combine_norm[(blocks(rows, each),)](
-            results, weights, weights if more is None else more, residual, norm, total, out, rows,
+            results, weights, _more(more, weights, down), residual, norm, total, out, rows,
             eps, WIDTH=width, K=k, MORE=more is not None, ROWS=each, PADDED=padded,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return total, out
+
+
+def _more(more: Tensor | None, weights: Tensor, down: Tensor) -> Tensor:
+    """What a kernel that adds ``more`` [T, D] gets for it: if there is none, anything."""
+    if more is None:
+        return weights
+    assert more.shape == (weights.shape[0], down.shape[1])
+    assert more.is_contiguous()
+    return more
 
 
 def _results(
