@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 import merestone.engine.build as build
 import merestone.engine.gpu as gpu
+from gpu.machine import BUNDLED, tiny
 from merestone.engine.build import EngineOptions, build_engine
-from merestone.engine.machine import resolve_device
+from merestone.engine.machine import resolve_device, room
 
 GIB = 1 << 30
+NUMBERS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of"
+    " which 1.25 GiB is free"
+)
+SHORT = NUMBERS + (
+    ". Including non-PyTorch memory, this process has 138.55 GiB memory in use. Of the allocated"
+    " memory 137.00 GiB is allocated by PyTorch. If reserved but unallocated memory is large try"
+    " setting PYTORCH_ALLOC_CONF=expandable_segments:True"
+)
 
 
 def rank(options: EngineOptions) -> gpu._Rank:
@@ -40,6 +53,98 @@ def test_what_is_left_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     # What was asked for is not measured.
     assert gpu._frames(rank(EngineOptions(frames=7))) == (7, [])
     assert gpu._frames(rank(EngineOptions(memory=5 << 20))) == (5, [])
+
+
+def short(*args: object, **options: object) -> None:
+    raise torch.OutOfMemoryError(SHORT)
+
+
+def test_out_of_memory_is_one_line_with_what_was_asked_for_and_is_there() -> None:
+    with pytest.raises(ValueError, match="no room") as caught, room("--memory: no room"):
+        short()
+    assert str(caught.value) == f"--memory: no room: {NUMBERS}"
+    with pytest.raises(RuntimeError, match="another"), room("--memory: no room"):
+        raise RuntimeError("another failure")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (build, "load_model", "--device cpu: the weights do not fit"),
+        (build, "load_drafter", "--device cpu: the draft's weights do not fit beside the model's"),
+        (build, "Arena", "--memory, --frames: a pool of 0.50 GiB does not fit"),
+    ],
+)
+def test_wherever_memory_ends_while_loading(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str, said: str
+) -> None:
+    monkeypatch.setattr(module, name, short)
+    with pytest.raises(ValueError, match=re.escape(f"{said}: {NUMBERS}")):
+        build_engine(BUNDLED, EngineOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("on_gpu", "--device cpu: the weights do not fit"),
+        ("GpuState", "--memory, --frames: a pool of 0.50 GiB, slots and graphs do not fit"),
+        ("Passes", "--memory, --frames: a pool of 0.50 GiB, slots and graphs do not fit"),
+    ],
+)
+def test_wherever_memory_ends_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    model = tiny()
+    monkeypatch.setattr(gpu, "on_gpu", lambda model, device: model)
+    monkeypatch.setattr(gpu, name, short)
+    with pytest.raises(ValueError, match=re.escape(f"{said}: {NUMBERS}")):
+        gpu.build_gpu_rank(model, EngineOptions(), "cpu")
+
+
+def test_a_step_that_does_not_fit_names_what_makes_it_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "_measure", short)
+    said = "--token-budget 512, --max-running 8: a step does not fit beside the weights"
+    with pytest.raises(ValueError, match=re.escape(f"{said}: {NUMBERS}")):
+        gpu._frames(rank(EngineOptions()))
+
+
+def test_a_pool_that_the_host_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"--memory, --frames: a pool of .* allocate \d+ bytes"):
+        build_engine(BUNDLED, EngineOptions(memory=1 << 55))
+
+
+@pytest.mark.gpu
+def test_a_pool_that_the_device_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"--memory, --frames: a pool .* [\d.]+ GiB is free"):
+        gpu.gpu_rank(tiny(), EngineOptions(memory=1 << 50), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculate", ["none", "mtp:3", "dflash"])
+def test_graphs_take_no_more_than_was_set_aside(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, speculate: str
+) -> None:
+    """Their number is that of the ladders, and what they took is in the log."""
+    measure, found = gpu._measure, []
+
+    def measured(rank: gpu._Rank) -> gpu._Sizes:
+        found.append(measure(rank))
+        return found[-1]
+
+    monkeypatch.setattr(gpu, "_measure", measured)
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", speculate=speculate, token_budget=4096, max_running=64
+    )
+    with caplog.at_level("INFO"):
+        engine = build_engine(BUNDLED, options)
+    said = re.search(r"(\d+) graphs in ([\d,]+) MiB", caplog.text)
+    assert said is not None
+    passes = engine.device.passes
+    assert int(said[2].replace(",", "")) == round(passes.graph_bytes / 2**20)
+    assert 0 < passes.graph_bytes <= found[0].graphs
+    assert f"graphs {found[0].graphs / GIB:.2f} GiB" in caplog.text
 
 
 def test_an_installation_without_triton_is_told_what_to_install(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from merestone.device.gpu_passes import Passed, Passes, bucket, contexts, ladder, reach_of
-from merestone.device.gpu_state import RING, GpuState
+from merestone.device.gpu_state import RING, GpuState, sent
 from merestone.device.gpu_tables import Key, Tables
 from merestone.device.gpu_turn import (
     Parts,
@@ -123,7 +123,7 @@ class GpuDrafting:
         tables = self._of(key)
         host = np.zeros(_size(tables), np.int32)
         self._fill(host, tables, turns)
-        buffer = torch.from_numpy(host).to(self._state.device)
+        buffer = sent(host, self._state.device)
         place = {work.slot: i for i, work in enumerate(works)}
         at = [
             place[turn.slot] if p < turn.start else len(works) + turn.row + p - turn.start
@@ -196,7 +196,7 @@ class GpuDrafting:
         return ring.view(-1, ring.shape[2])
 
     def _ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self._state.device)
+        return sent(np.array(values, np.int32), self._state.device)
 
     def _compute(
         self, tables: Tables, buffer: Tensor, hidden: Tensor | None, wanted: bool = True

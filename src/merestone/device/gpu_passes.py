@@ -255,6 +255,10 @@ class Passes:
                 found += [self._small_key(size, each, sees) for size in sizes]
         return found
 
+    def graph_count(self, rows: int, longest: int) -> int:
+        """How many graphs :meth:`capture_all` makes."""
+        return len(self.keys(rows, longest)) + len(ladder(self._slots * self._each))
+
     def measure(self, rows: int, longest: int) -> int:
         """Bytes that steps take at most: one of ``rows`` rows, a decoding one, and its logits."""
         torch.cuda.empty_cache()

@@ -195,7 +195,7 @@ class GpuRunner:
         if not orders:
             return []
         state = self.state
-        state.copier.run(state.copier.encode(tuple(orders), len(orders)).to(state.device))
+        state.copier.run(self._device(state.copier.encode(tuple(orders), len(orders)).numpy()))
         saved = [order for order in orders if isinstance(order, SaveHidden)]
         if not saved:
             return []

@@ -26,10 +26,10 @@ def current(device: str) -> AbstractContextManager[object]:
 
 
 def sent(values: np.ndarray, device: str) -> Tensor:
-    """``values`` int32 on ``device``, by a copy that waits for nothing that runs there."""
-    host = torch.empty(values.shape, dtype=torch.int32, pin_memory=device != "cpu")
-    host.numpy()[...] = values
-    return host.to(device, non_blocking=True)
+    """``values`` on ``device``, by a copy that waits for nothing that runs there."""
+    given = torch.from_numpy(values)
+    host = torch.empty(given.shape, dtype=given.dtype, pin_memory=device != "cpu")
+    return host.copy_(given).to(device, non_blocking=True)
 
 
 RING = 128

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from merestone.device.gpu_state import GpuState
+from merestone.device.gpu_state import GpuState, sent
 from merestone.layers.gpu.ranks import hold
 from merestone.layers.gpu.step import Rebuild, Step
 from merestone.ops.triton.attention import NARROW, WIDE
@@ -272,7 +272,7 @@ def rebuild_tables(works: Rows[Work], frames: int, state: GpuState) -> Rebuild:
     """The tables that make the caches of rows [anchor, start) of ``works`` again."""
 
     def ints(values: Rows[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(state.device)
+        return sent(np.array(values, np.int32), state.device)
 
     start, anchor, slot = (
         ints([getattr(w, n) for w in works]) for n in ("start", "anchor", "slot")

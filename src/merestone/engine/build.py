@@ -24,7 +24,7 @@ from merestone.engine.api import EngineInfo
 from merestone.engine.device import Device, LeadingDevice
 from merestone.engine.engine import LocalEngine
 from merestone.engine.facts import Facts
-from merestone.engine.machine import default_threads, resolve_device
+from merestone.engine.machine import default_threads, resolve_device, room
 from merestone.engine.outside import (
     StoringDevice,
     declared,
@@ -145,9 +145,12 @@ def set_threads(directory: Path, options: EngineOptions, share: int = 1) -> None
 
 
 def load(directory: Path, options: EngineOptions, world: World = SINGLE) -> Model:
-    """The model that ``options`` name, or a rank's share of it."""
+    """The model that ``options`` name, or a rank's share of it. Raises what
+    :func:`build_engine` does."""
     dtype = DTYPES[options.dtype] if options.dtype else None
-    return load_model(directory, dtype, options.max_model_len, options.load_format, world=world)
+    limit, load_format = options.max_model_len, options.load_format
+    with room(f"--device {world.device}: the weights do not fit"):
+        return load_model(directory, dtype, limit, load_format, world=world)
 
 
 def load_draft(
@@ -158,8 +161,9 @@ def load_draft(
     Raises:
         ValueError: it does not fit the model.
     """
-    speculation = speculation_of(options)
-    return load_drafter(speculation, options.draft, directory, model, options.load_format, world)
+    speculation, load_format = speculation_of(options), options.load_format
+    with room(f"--device {world.device}: the draft's weights do not fit beside the model's"):
+        return load_drafter(speculation, options.draft, directory, model, load_format, world)
 
 
 def lend_ranks(directory: Path, options: EngineOptions) -> str | None:
@@ -296,14 +300,16 @@ def build_rank(
         dcp=world.dcp,
     )
     frames = options.frames or (options.memory or CPU_MEMORY) // layout.frame_bytes
-    arena = Arena(
-        layout,
-        fields,
-        frames,
-        hidden_dtype=info.dtype,
-        poison=options.poison,
-        rank=world.neighbours.rank,
-    )
+    size = frames * layout.frame_bytes
+    with room(f"--memory, --frames: a pool of {size / 2**30:.2f} GiB does not fit"):
+        arena = Arena(
+            layout,
+            fields,
+            frames,
+            hidden_dtype=info.dtype,
+            poison=options.poison,
+            rank=world.neighbours.rank,
+        )
     facts = Facts(
         vocab_size=info.vocab_size,
         max_length=info.max_length,

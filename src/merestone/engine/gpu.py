@@ -11,12 +11,13 @@ import torch
 
 from merestone.device.gpu_dflash import GpuDFlashDrafter, GpuDFlashDrafting
 from merestone.device.gpu_drafting import GpuDrafting, GpuMtpDrafter
-from merestone.device.gpu_passes import MIXED, Passes
+from merestone.device.gpu_passes import MIXED, Passes, contexts, ladder
 from merestone.device.gpu_runner import GpuRunner, OnDevice
 from merestone.device.gpu_state import GpuState, current
 from merestone.device.layout import Layout, plan_layout
 from merestone.engine.build import CPU_MEMORY, EngineOptions, speculation_of
 from merestone.engine.facts import Facts
+from merestone.engine.machine import room
 from merestone.models.gpu import GpuModel, fields, on_gpu, slot_fields
 from merestone.models.gpu_dflash import GpuDFlash
 from merestone.models.gpu_mtp import GpuMtp
@@ -72,13 +73,9 @@ def build_gpu_rank(
         ValueError: a family or a drafter without GPU layers; memory that does not suffice.
     """
     with current(device):
-        try:
+        with room(f"--device {device}: the weights do not fit"):
             placed = on_gpu(model, device)
             drafting = draft_on_gpu(drafter, device) if drafter else None
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"--device {device}: the weights do not fit: {_first(error)}"
-            ) from error
         return gpu_rank(placed, options, device, drafting)
 
 
@@ -130,20 +127,14 @@ def gpu_rank(
     frames = placed.world.least(frames)
     full = next(group.span for group in layout.groups if group.name == "full")
     longest = min(info.max_length, frames * full)
-    state = rank.state(frames, longest, options.poison)
-    passes = rank.passes(state, graphs)
-    drafting: Drafter | OnDevice | None
-    count = passes.capture_all(options.token_budget, longest)
-    if isinstance(drafter, GpuMtpDrafter):
-        drafting = GpuDrafting(drafter, placed, state, passes, options.max_running)
-        count += drafting.capture_all(longest)
-    elif isinstance(drafter, GpuDFlashDrafter):
-        drafting = GpuDFlashDrafting(drafter, placed, state, passes, options.max_running)
-        count += drafting.capture_all(longest)
-    else:
-        drafting = drafter
+    size = frames * layout.frame_bytes / 2**30
+    with room(f"--memory, --frames: a pool of {size:.2f} GiB, slots and graphs do not fit"):
+        state = rank.state(frames, longest, options.poison)
+        passes = rank.passes(state, graphs)
+        count = passes.capture_all(options.token_budget, longest)
+        drafting, more = rank.drafting(state, passes, longest)
     if count:
-        notes.append(f"{count} graphs in {passes.graph_bytes / 2**20:,.0f} MiB")
+        notes.append(f"{count + more} graphs in {passes.graph_bytes / 2**20:,.0f} MiB")
     facts = Facts(
         vocab_size=info.vocab_size,
         max_length=info.max_length,
@@ -201,6 +192,20 @@ class _Rank:
             taps=self.drafter.features if self.drafter else (),
         )
 
+    def drafting(
+        self, state: GpuState, passes: Passes, longest: int
+    ) -> tuple[Drafter | OnDevice | None, int]:
+        """What drafts beside ``passes``, and how many graphs it has of its own."""
+        drafter, slots = self.drafter, self.options.max_running
+        drafting: OnDevice
+        if isinstance(drafter, GpuMtpDrafter):
+            drafting = GpuDrafting(drafter, self.model, state, passes, slots)
+        elif isinstance(drafter, GpuDFlashDrafter):
+            drafting = GpuDFlashDrafting(drafter, self.model, state, passes, slots)
+        else:
+            return drafter, 0
+        return drafting, drafting.capture_all(longest)
+
 
 def _frames(rank: _Rank) -> tuple[int, list[str]]:
     """Frames of the pool, as asked for or as measured, and lines for the log."""
@@ -208,13 +213,11 @@ def _frames(rank: _Rank) -> tuple[int, list[str]]:
     if options.frames is not None or options.memory is not None or rank.device == "cpu":
         memory = options.memory or CPU_MEMORY
         return options.frames or memory // frame_bytes, []
-    try:
+    with room(
+        f"--token-budget {options.token_budget}, --max-running {options.max_running}: a step does"
+        " not fit beside the weights"
+    ):
         sizes = _measure(rank)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"--token-budget {options.token_budget}, --max-running {options.max_running}: a step"
-            f" does not fit beside the weights: {_first(error)}"
-        ) from error
     frames = sizes.left // frame_bytes
     if frames < 2:
         raise ValueError(
@@ -240,11 +243,10 @@ def _measure(rank: _Rank) -> _Sizes:
     graphs = 0
     if rank.options.graphs:
         shared = passes.measure(min(MIXED[-1], budget), longest)
-        graphs = int(GRAPH_SLACK * shared) + GRAPH_BYTES * len(passes.keys(budget, longest))
+        count = passes.graph_count(budget, longest)
+        if rank.drafter:
+            count += len(contexts(longest)) * len(ladder(rank.options.max_running))
+        graphs = int(GRAPH_SLACK * shared) + GRAPH_BYTES * count
     del passes, probe
     torch.cuda.empty_cache()
     return _Sizes(free, weights, slots, workspace, graphs)
-
-
-def _first(error: Exception) -> str:
-    return str(error).split(". ")[0]

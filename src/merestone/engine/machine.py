@@ -1,8 +1,10 @@
-"""What this machine offers: its devices, and how many threads to use."""
+"""What this machine offers: its devices, its memory, and how many threads to use."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +26,24 @@ def resolve_device(device: str) -> str:
     if device != "cpu" and int(device[5:] or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {device}: no such CUDA device is available")
     return device
+
+
+@contextmanager
+def room(what: str) -> Iterator[None]:
+    """Inside, memory that does not suffice is the user's error: one line with the numbers.
+
+    Raises:
+        ValueError: ``what``, and how much was asked for and is there.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        _, of_host, numbers = str(error).rpartition("can't allocate memory: ")
+        if not (of_host or isinstance(error, torch.OutOfMemoryError)):
+            raise
+        # What was tried, and what the device has; then come hints for programmers.
+        said = ". ".join(numbers.split(". ")[:3])
+        raise ValueError(f"{what}: {' '.join(said.split())}") from error
 
 
 def default_threads(directory: Path, load_format: str = "auto") -> int:
