@@ -6,12 +6,16 @@ import re
 
 import pytest
 import torch
+from bench.asking import ask
 
 import merestone.engine.build as build
 import merestone.engine.gpu as gpu
 from gpu.machine import BUNDLED, tiny
 from merestone.engine.build import EngineOptions, build_engine
+from merestone.engine.engine import LocalEngine
 from merestone.engine.machine import resolve_device, room
+from merestone.engine.ranks.messages import RankOptions
+from merestone.probe.streams import stream
 
 GIB = 1 << 30
 NUMBERS = (
@@ -33,23 +37,32 @@ def rank(options: EngineOptions) -> gpu._Rank:
 
 def test_too_little_memory_names_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gpu._Sizes(
-        free=20 * GIB, weights=96 * GIB, slots=6 * GIB, workspace=9 * GIB, graphs=4 * GIB
-    )
+        free=20 * GIB, weights=96 * GIB, slots=6 * GIB, workspace=6 * GIB, graphs=4 * GIB,
+        libraries=3 * GIB,
+    )  # fmt: skip
     monkeypatch.setattr(gpu, "_measure", lambda *args: sizes)
     with pytest.raises(ValueError, match=r"20\.00 GiB free") as caught:
         gpu._frames(rank(EngineOptions(device="cuda")))
     words = str(caught.value)
-    for part in ("weights 96.00", "slots 6.00", "workspace 9.00", "graphs 4.00", "--token-budget"):
+    for part in (
+        "weights 96.00",
+        "slots 6.00",
+        "workspace 6.00",
+        "libraries 3.00",
+        "--token-budget",
+    ):
         assert part in words
     assert "\n" not in words
 
 
 def test_what_is_left_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = gpu._Sizes(free=30 * GIB, weights=GIB, slots=GIB, workspace=2 * GIB, graphs=GIB)
+    sizes = gpu._Sizes(
+        free=30 * GIB, weights=GIB, slots=GIB, workspace=2 * GIB, graphs=GIB, libraries=GIB
+    )
     monkeypatch.setattr(gpu, "_measure", lambda *args: sizes)
     frames, notes = gpu._frames(rank(EngineOptions()))
-    assert frames == (30 - 1 - 2 - 1 - 1) * 1024
-    assert "pool 25.00 GiB" in notes[0]
+    assert frames == (30 - 1 - 2 - 1 - 1 - 1) * 1024
+    assert "pool 24.00 GiB" in notes[0]
     # What was asked for is not measured.
     assert gpu._frames(rank(EngineOptions(frames=7))) == (7, [])
     assert gpu._frames(rank(EngineOptions(memory=5 << 20))) == (5, [])
@@ -145,6 +158,29 @@ def test_graphs_take_no_more_than_was_set_aside(
     assert int(said[2].replace(",", "")) == round(passes.graph_bytes / 2**20)
     assert 0 < passes.graph_bytes <= found[0].graphs
     assert f"graphs {found[0].graphs / GIB:.2f} GiB" in caplog.text
+    serves(engine)
+
+
+def serves(engine: LocalEngine) -> None:
+    """The pool took all that was left; the largest steps still fit, and many streams."""
+    vocab = engine.info.vocab_size
+    engine.start()
+    try:
+        found = ask(engine, [stream(9000, number, vocab=vocab) for number in range(8)], 20)
+    finally:
+        engine.stop()
+    assert [(len(answer.ids), answer.error) for answer in found] == [(20, None)] * 8
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("speculate", ["none", "mtp:3", "dflash"])
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_what_connects_ranks_is_set_aside_too(dcp: int, speculate: str) -> None:
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", speculate=speculate, token_budget=4096, max_running=8,
+        ranks=RankOptions(tp=2, dcp=dcp),
+    )  # fmt: skip
+    serves(build_engine(BUNDLED, options))
 
 
 def test_an_installation_without_triton_is_told_what_to_install(

@@ -25,7 +25,7 @@ def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(
 ) -> None:
     """In fp32; the replay, beside a mate, has the bits of the cold answer, on both ranks. Heads,
     the vocabulary and tokens are shared."""
-    found = ranks.run(answers, 2, 2, family, length, timeout_s=300.0, device=DEVICE)
+    found = ranks.run(answers, 2, 2, family, length, timeout_s=300.0, device=DEVICE, staged=True)
     cold, again, far = found[0]
     assert again == cold
     assert found[1][:2] == (cold, again)

@@ -44,13 +44,15 @@ class Ranks:
         *args: Any,
         timeout_s: float = 60.0,
         device: str = "cpu",
+        staged: bool = False,
     ) -> list[Any]:
         """What ``function`` returns on each of ``tp`` ranks; raises what went wrong on any. On
-        "cuda" they are dealt over the GPUs; through host memory, if there are too few."""
+        "cuda" they are dealt over the GPUs; through host memory, if there are too few or
+        ``staged``, which CPU layers need."""
         self._count += 1
         place = f"file://{self._places}/{self._count}"
         for rank, pipe in enumerate(self._pipes[:tp]):
-            pipe.send((function, (rank, tp, dcp), place, timeout_s, device, args))
+            pipe.send((function, (rank, tp, dcp), place, timeout_s, device, staged, args))
         answers = [pipe.recv() for pipe in self._pipes[:tp]]
         for rank, (good, answer) in enumerate(answers):
             assert good, f"rank {rank} of {tp}, dcp {dcp}:\n{answer}"
@@ -67,7 +69,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, (rank, tp, dcp), place, timeout_s, device, args = pipe.recv()
+            function, (rank, tp, dcp), place, timeout_s, device, staged, args = pipe.recv()
         except EOFError:
             return
         # A rank that hangs says where, before the others' time-outs end it.
@@ -76,7 +78,7 @@ def _serve(pipe: Connection) -> None:
             backend = None
             if device == "cuda":
                 count = torch.cuda.device_count()
-                device, backend = f"cuda:{rank % count}", "gloo" if count < tp else None
+                device, backend = f"cuda:{rank % count}", "gloo" if staged or count < tp else None
             world = connect(
                 rank, tp, dcp, rendezvous=place, timeout_s=timeout_s, device=device, backend=backend
             )

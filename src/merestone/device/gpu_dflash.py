@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from merestone.device.gpu_passes import MIXED, Passed, Passes, bucket, contexts, ladder, reach_of
-from merestone.device.gpu_state import GpuState
+from merestone.device.gpu_state import GpuState, peak
 from merestone.device.gpu_tables import Ints
 from merestone.device.gpu_turn import (
     Parts,
@@ -221,12 +221,30 @@ class GpuDFlashDrafting:
         """Capture every graph for contexts of up to ``longest`` tokens, at start-up; returns how
         many."""
         if self._passes.graphs:
-            for sees in reversed(contexts(longest)):
-                for size in reversed(ladder(self._slots)):
-                    key = self._key_of(size, sees)
-                    if key not in self._graphs:
-                        self._capture(key)
+            for key in self.keys(longest):
+                self._capture(key)
         return len(self._graphs)
+
+    def keys(self, longest: int) -> list[_Key]:
+        """Of all graphs for such contexts, the largest first."""
+        sizes = ladder(self._slots)[::-1]
+        found = [self._key_of(size, sees) for sees in contexts(longest)[::-1] for size in sizes]
+        return list(dict.fromkeys(found))
+
+    def measure(self, rows: int, longest: int) -> int:
+        """Bytes that steps take at most: one that observes rows of a pass of ``rows``, and one that
+        observes and proposes for all."""
+        return peak(lambda: self._largest(rows, longest))
+
+    def _largest(self, rows: int, longest: int) -> None:
+        padding, features = self._state.padding_slot, self._features
+        count = min(rows, MIXED[-1])
+        zeros = torch.zeros(count, dtype=torch.int32, device=self._state.device)
+        kept = Kept(zeros, zeros, self._state.tables[GROUP][padding : padding + 1], zeros[:1])
+        self._draft.keep(features.new_zeros(count, features.shape[1]), kept, self._state)
+        tables = _Tables(self._key_of(self._slots, longest), self._config.block, self._reach)
+        self._fill(tables, (), ())
+        self._compute(tables)
 
     # -- the device's side ----------------------------------------------------------------------
 

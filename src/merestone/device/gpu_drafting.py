@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from merestone.device.gpu_passes import Passed, Passes, bucket, contexts, ladder, reach_of
-from merestone.device.gpu_state import RING, GpuState, sent
+from merestone.device.gpu_state import RING, GpuState, peak, sent
 from merestone.device.gpu_tables import Key, Tables
 from merestone.device.gpu_turn import (
     Parts,
@@ -184,10 +184,29 @@ class GpuDrafting:
         """Capture every graph for contexts of up to ``longest`` tokens, at start-up; returns how
         many."""
         if self._passes.graphs:
-            for sees in reversed(contexts(longest)):
-                for size in reversed(ladder(self._slots)):
-                    self._capture(self._key_of(size, sees))
+            for key in self.keys(longest):
+                self._capture(key)
         return len(self._graphs)
+
+    def keys(self, longest: int) -> list[Key]:
+        """Of all graphs for such contexts, the largest first."""
+        sizes = ladder(self._slots)[::-1]
+        return [self._key_of(size, sees) for sees in contexts(longest)[::-1] for size in sizes]
+
+    def measure(self, rows: int, longest: int) -> int:
+        """Bytes that steps take at most: one that observes ``rows`` rows, and a decoding one."""
+        return peak(lambda: self._largest(rows, longest))
+
+    def _largest(self, rows: int, longest: int) -> None:
+        long = Key(rows, self._slots, reach_of(longest), False)
+        for key in (long, self._key_of(self._slots, longest)):
+            tables = self._of(key)
+            host = np.zeros(_size(tables), np.int32)
+            self._fill(host, tables, ())
+            # The pass's rows that are kept, and they again behind those that come before them.
+            kept = self._rings().new_empty(2, key.rows, self._rings().shape[1])
+            self._compute(tables, torch.from_numpy(host).to(self._state.device), None)
+            del kept
 
     # -- the device's side ----------------------------------------------------------------------
 

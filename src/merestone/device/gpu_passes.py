@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from merestone.device.gpu_state import RING, GpuState, sent
+from merestone.device.gpu_state import RING, GpuState, peak, sent
 from merestone.device.gpu_tables import SPLIT_ROWS, Ints, Key, Tables, rebuild_tables
 from merestone.layers.gpu.mla import takes_wide
 from merestone.models.gpu import GpuModel, rebuild
@@ -261,18 +261,15 @@ class Passes:
 
     def measure(self, rows: int, longest: int) -> int:
         """Bytes that steps take at most: one of ``rows`` rows, a decoding one, and its logits."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
-        sees = reach_of(longest)
+        return peak(lambda: self._largest(rows, reach_of(longest)))
+
+    def _largest(self, rows: int, sees: int) -> None:
         small = Key(self._slots * self._each, self._slots, sees, False)
         for key in (Key(rows, self._slots, sees, True), small):
             tables = self._of(key)
             self._fill(tables, ())
             self._compute(tables)
         self._judge(self._slots * self._each)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_reserved() - before
 
     def _capture_forward(self, key: Key) -> None:
         # Padding alone: a pass may rewrite an anchor in place, so none may run twice.

@@ -6,6 +6,7 @@ slot are those of padding: nobody else ever uses them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -30,6 +31,16 @@ def sent(values: np.ndarray, device: str) -> Tensor:
     given = torch.from_numpy(values)
     host = torch.empty(given.shape, dtype=given.dtype, pin_memory=device != "cpu")
     return host.copy_(given).to(device, non_blocking=True)
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes that ``call`` takes at most on the current device, beside what there is."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
 
 
 RING = 128

@@ -11,7 +11,7 @@ import torch
 
 from merestone.device.gpu_dflash import GpuDFlashDrafter, GpuDFlashDrafting
 from merestone.device.gpu_drafting import GpuDrafting, GpuMtpDrafter
-from merestone.device.gpu_passes import MIXED, Passes, contexts, ladder
+from merestone.device.gpu_passes import MIXED, Passes
 from merestone.device.gpu_runner import GpuRunner, OnDevice
 from merestone.device.gpu_state import GpuState, current
 from merestone.device.layout import Layout, plan_layout
@@ -41,17 +41,20 @@ SHARED_ENTRIES = 2 * CHUNK
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Bytes on the device: free before anything but weights, and what takes part of it."""
+    """Bytes on the device: free before anything but weights, and what takes part of it.
+    ``libraries``: what is not torch's, such as the buffers of ranks' messages."""
 
     free: int
     weights: int
     slots: int
     workspace: int
     graphs: int
+    libraries: int
 
     @property
     def left(self) -> int:
-        return self.free - self.slots - self.workspace - self.graphs - MARGIN
+        taken = self.slots + self.workspace + self.graphs + self.libraries
+        return self.free - taken - MARGIN
 
     def words(self) -> str:
         parts = (
@@ -59,6 +62,7 @@ class _Sizes:
             ("slots", self.slots),
             ("workspace", self.workspace),
             ("graphs", self.graphs),
+            ("libraries", self.libraries),
             ("reserve", MARGIN),
         )
         return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
@@ -132,9 +136,11 @@ def gpu_rank(
         state = rank.state(frames, longest, options.poison)
         passes = rank.passes(state, graphs)
         count = passes.capture_all(options.token_budget, longest)
-        drafting, more = rank.drafting(state, passes, longest)
+        drafting = rank.drafting(state, passes)
+        if isinstance(drafting, OnDevice):
+            count += drafting.capture_all(longest)
     if count:
-        notes.append(f"{count + more} graphs in {passes.graph_bytes / 2**20:,.0f} MiB")
+        notes.append(f"{count} graphs in {passes.graph_bytes / 2**20:,.0f} MiB")
     facts = Facts(
         vocab_size=info.vocab_size,
         max_length=info.max_length,
@@ -192,19 +198,14 @@ class _Rank:
             taps=self.drafter.features if self.drafter else (),
         )
 
-    def drafting(
-        self, state: GpuState, passes: Passes, longest: int
-    ) -> tuple[Drafter | OnDevice | None, int]:
-        """What drafts beside ``passes``, and how many graphs it has of its own."""
-        drafter, slots = self.drafter, self.options.max_running
-        drafting: OnDevice
-        if isinstance(drafter, GpuMtpDrafter):
-            drafting = GpuDrafting(drafter, self.model, state, passes, slots)
-        elif isinstance(drafter, GpuDFlashDrafter):
-            drafting = GpuDFlashDrafting(drafter, self.model, state, passes, slots)
-        else:
-            return drafter, 0
-        return drafting, drafting.capture_all(longest)
+    def drafting(self, state: GpuState, passes: Passes) -> Drafter | OnDevice | None:
+        """The drafter, with memory for its steps if it drafts on the device."""
+        rest = self.model, state, passes, self.options.max_running
+        if isinstance(self.drafter, GpuMtpDrafter):
+            return GpuDrafting(self.drafter, *rest)
+        if isinstance(self.drafter, GpuDFlashDrafter):
+            return GpuDFlashDrafting(self.drafter, *rest)
+        return self.drafter
 
 
 def _frames(rank: _Rank) -> tuple[int, list[str]]:
@@ -230,23 +231,31 @@ def _frames(rank: _Rank) -> tuple[int, list[str]]:
 def _measure(rank: _Rank) -> _Sizes:
     """Run the largest steps on padding alone, with a pool of almost nothing."""
     torch.cuda.empty_cache()
-    weights, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    weights, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    free = torch.cuda.mem_get_info()[0]
     # Page tables as long as the whole memory would allow (of the rank with least: ranks exchange
     # the same messages here, too).
     group = next(group for group in rank.layout.groups if group.name == "full")
     most = rank.model.world.least(free // rank.layout.row_bytes["full"] * group.shard)
     longest, budget = min(rank.model.info.max_length, most), rank.options.token_budget
     probe = rank.state(1, longest)
-    slots = torch.cuda.memory_allocated() - weights
     passes = rank.passes(probe, graphs=False)
-    workspace = passes.measure(budget, longest)
+    drafting = rank.drafting(probe, passes)
+    slots = torch.cuda.memory_allocated() - weights
+    steps: list[Passes | OnDevice] = [passes]
+    count = passes.graph_count(budget, longest)
+    if isinstance(drafting, OnDevice):
+        steps.append(drafting)
+        count += len(drafting.keys(longest))
+    # What a pass leaves is still there when drafts are made.
+    workspace = sum(step.measure(budget, longest) for step in steps)
     graphs = 0
     if rank.options.graphs:
-        shared = passes.measure(min(MIXED[-1], budget), longest)
-        count = passes.graph_count(budget, longest)
-        if rank.drafter:
-            count += len(contexts(longest)) * len(ladder(rank.options.max_running))
+        shared = sum(step.measure(min(MIXED[-1], budget), longest) for step in steps)
         graphs = int(GRAPH_SLACK * shared) + GRAPH_BYTES * count
-    del passes, probe
+    del passes, drafting, steps, probe
     torch.cuda.empty_cache()
-    return _Sizes(free, weights, slots, workspace, graphs)
+    # Libraries take theirs when they are first used, and keep it: kernels, connections of ranks.
+    grown = torch.cuda.memory_reserved() - reserved
+    libraries = max(free - torch.cuda.mem_get_info()[0] - grown, 0)
+    return _Sizes(free, weights, slots, workspace, graphs, libraries)
