@@ -14,18 +14,25 @@ import torch
 
 def about(threads: int, model: str, device: str = "cpu") -> dict[str, Any]:
     """The machine, the model and the versions."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
     return {
-        "device": name,
+        "device": device_name(device),
         "threads": threads,
         "model": model,
         "dtype": "float32",
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            **{name: _version(name) for name in ("merestone", "torch", "transformers")},
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the processor's."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+
+
+def versions() -> dict[str, str]:
+    """Of what figures depend on."""
+    found = {name: _version(name) for name in ("merestone", "torch", "transformers")}
+    return {**found, "python": platform.python_version()}
 
 
 def _version(package: str) -> str:
