@@ -1,9 +1,12 @@
-"""Two ranks that share the tokens, drafts, and a disk: a checkpoint comes back on both or none."""
+"""Two ranks that share the tokens, drafts, and a store: a checkpoint comes back on both or none."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from engine.real import stream
 from merestone.engine.api import TokenEvent
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.engine.engine import LocalEngine
+from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
@@ -23,17 +27,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Iterator[LocalEngine]:
+@contextmanager
+def running(directory: Path, store: str, on_loss: str = "exit") -> Iterator[LocalEngine]:
     write_tiny(directory / "tiny")
     options = EngineOptions(
-        frames=600, poison=True, threads=1, speculate="mtp:3", ranks=RankOptions(tp=2, dcp=2),
-        stores=(f"disk:{directory / 'kept'}:1GiB",), store_wait=20.0,
+        frames=600, poison=True, threads=1, speculate="mtp:3", stores=(store,), store_wait=20.0,
+        ranks=RankOptions(tp=2, dcp=2, on_loss=on_loss),
     )  # fmt: skip
     engine = build_engine(directory / "tiny", options)
     engine.start()
-    yield engine
-    engine.stop()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[LocalEngine]:
+    with running(directory, f"disk:{directory / 'kept'}:1GiB") as engine:
+        yield engine
 
 
 def ask(engine: LocalEngine, tokens: list[int], count: int, **options) -> Waiting:
@@ -77,3 +89,27 @@ def test_both_ranks_restore_or_none(engine: LocalEngine, directory: Path) -> Non
     assert said(broken) == said(first)
     forget(engine)  # and what was broken has been written anew
     assert ask(engine, prompt, 6).restored == 150
+
+
+def test_memory_of_both_ranks_and_none_of_ranks_that_are_gone(tmp_path: Path) -> None:
+    """Each rank's memory has its own parts; it goes with the rank's process."""
+    with running(tmp_path, "memory:64MiB", "restart") as engine:
+        prompt = list(stream(150, 1))
+        first = ask(engine, prompt, 6)
+        forget(engine)
+        again = ask(engine, [*prompt, *first.ids(), 9], 4)
+        assert again.restored == 155
+        assert said(again) == said(ask(engine, [*prompt, *first.ids(), 9], 4, salt="cold"))
+        ranks = engine.device
+        assert isinstance(ranks, Ranks)
+        assert ranks.processes is not None
+        os.kill(ranks.processes.running[1].pid, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while not (ranks.sessions == 2 and engine.health()["status"] == "ok"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        fresh = ask(engine, prompt, 6)
+        assert fresh.restored == 0
+        assert said(fresh) == said(first)
+        forget(engine)
+        assert ask(engine, prompt, 6).restored == 150
