@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +20,17 @@ from merestone.engine.ranks.messages import RankOptions
 from merestone.probe.streams import stream
 
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """What one engine took of a device is there for the next."""
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 NUMBERS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of"
     " which 1.25 GiB is free"

@@ -8,10 +8,16 @@ import torch
 
 from engine.real import stream
 from gpu.machine import GpuReal, tiny
-from gpu.test_speculation import Drafting, bundled
+from gpu.test_speculation import bundled
+from merestone.device.gpu_drafting import GpuMtpDrafter
+from merestone.models.glm5_next_mtp import GROUP
 from merestone.sched.plan import SamplingParams
+from merestone.spec.interface import DraftGroup
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5)
 
@@ -42,7 +48,9 @@ def test_no_launch_waits(drafts: int, graphs: bool) -> None:
     """Prefills, decoding, a replay, a turn from inside a chunk, drawn and greedy, two at once."""
     options = {"frames": 4000, "max_running": 2, "token_budget": 256, "graphs": graphs}
     if drafts:
-        real: GpuReal = Drafting(bundled(torch.bfloat16), drafts, **options)
+        model, layer = bundled(torch.bfloat16)
+        groups = (DraftGroup(GROUP, multiple=model.pool, dealt=True),)
+        real = GpuReal(model, GpuMtpDrafter(layer, drafts, groups), **options)
     else:
         real = GpuReal(tiny("bfloat16", family="bundled"), **options)
     plans = watched(real)
