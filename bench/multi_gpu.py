@@ -1,4 +1,5 @@
-"""One GPU against several, in one go: prefill, decode, restores, bytes a token, sums over ranks.
+"""One GPU against several, in one go: prefill, decode, bytes a token, seals and restores of each
+rank, sums over ranks.
 
 Refuses to report when a restored answer has not the bits of the cold one. The last line of the
 output is one JSON object.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -17,11 +19,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.about import publish
+from bench import collectives
+from bench.about import device_name, publish, versions
 from bench.asking import Answer, ask
-from bench.collectives import compare, over_ranks
+from bench.timed_rank import medians
 from merestone import __version__
-from merestone.engine.build import EngineOptions, build_engine
+from merestone.engine.build import EngineOptions, build_engine, over_ranks
 from merestone.engine.engine import LocalEngine
 from merestone.engine.ranks.messages import RankOptions
 from merestone.probe.streams import stream
@@ -88,7 +91,12 @@ def measure(model: Path, options: EngineOptions, lengths: list[int]) -> dict[str
     """Everything about one layout."""
     ranks = options.ranks
     print(f"TP {ranks.tp}, DCP {ranks.dcp}, speculation {options.speculate}", flush=True)
-    engine = build_engine(model, options, "bench")
+    times = Path(tempfile.mkdtemp(prefix="merestone-"))
+    if ranks.tp == 1:
+        engine = build_engine(model, options, "bench")
+    else:
+        command = (sys.executable, "-m", "bench.timed_rank", str(times))
+        engine = over_ranks(model, options, "bench", command)
     engine.start()
     try:
         full = next(group for group in engine.cache.spec.groups if group.name == "full")
@@ -108,6 +116,8 @@ def measure(model: Path, options: EngineOptions, lengths: list[int]) -> dict[str
         }
     finally:
         engine.stop()
+    if ranks.tp > 1:
+        found["steps_by_rank"] = medians(times, ranks.tp)
     print(json.dumps(found), flush=True)
     return found
 
@@ -128,7 +138,18 @@ def main(
     """Measure layouts of ranks against one rank."""
     logging.basicConfig(level="WARNING")
     sizes = [int(length) for length in lengths.split(",")]
-    cells, errors = [], []
+    report: dict[str, Any] = {
+        "bench": "multi_gpu",
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "model": model.name,
+        "device": device_name(device),
+        "gpus": torch.cuda.device_count(),
+        "versions": versions(),
+        "cells": [],
+        "collectives": {},
+        "errors": [],
+    }
     for drafts in speculate.split(","):
         for layout in layouts.split(","):
             tp, _, dcp = layout.partition("x")
@@ -144,28 +165,16 @@ def main(
                 ranks=RankOptions(tp=int(tp), dcp=int(dcp)),
             )
             try:
-                cells.append(measure(model, options, sizes))
+                report["cells"].append(measure(model, options, sizes))
             except (WrongResult, ValueError, RuntimeError) as error:
-                errors.append(f"TP {tp}, DCP {dcp}, speculation {drafts}: {error}")
-                print(errors[-1], flush=True)
-    sums = {}
+                report["errors"].append(f"TP {tp}, DCP {dcp}, speculation {drafts}: {error}")
+                print(report["errors"][-1], flush=True)
+            if out is not None:  # what there is, should the next layout take too long
+                out.write_text(json.dumps(report, indent=1) + "\n")
     for ranks in sorted({int(layout.partition("x")[0]) for layout in layouts.split(",")} - {1}):
-        sums[ranks] = over_ranks(compare, ranks, device)[0]
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
-    report = {
-        "bench": "multi_gpu",
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "model": model.name,
-        "device": name,
-        "gpus": torch.cuda.device_count(),
-        "torch": torch.__version__,
-        "cells": cells,
-        "collectives": sums,
-        "errors": errors,
-    }
+        report["collectives"][ranks] = collectives.over_ranks(collectives.compare, ranks, device)[0]
     publish(report, out)
-    if errors:
+    if report["errors"]:
         sys.exit(1)
 
 
