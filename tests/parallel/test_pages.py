@@ -80,7 +80,8 @@ def test_sizes_of_the_lead_model(tp: int, dcp: int) -> None:
     assert layout.anchor_frames * layout.frame_bytes < 1.3 * layout.anchor_bytes
     lines = "\n".join(layout.explain())
     assert f"page {full.page} tokens x {LATENTS:,} B" in lines
-    assert (f"on each of {dcp} ranks, dealt in runs of 4" in lines) == (dcp > 1)
+    dealt = f"on each of {dcp} ranks, dealt in runs of 4: {dcp * full.page:,} tokens"
+    assert (dealt in lines) == (dcp > 1)
 
 
 def test_a_million_tokens_take_a_ranks_share_of_frames() -> None:

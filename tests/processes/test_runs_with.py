@@ -6,8 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from merestone.engine.build import EngineOptions
+from merestone.engine.ranks import worker
 from merestone.engine.ranks.messages import RankConfig, RankOptions
 from merestone.engine.ranks.worker import runs_with
 from merestone.models.tiny import write_tiny
@@ -45,3 +47,19 @@ def test_weights_of_the_same_shapes(model: Path, tmp_path: Path) -> None:
     write_tiny(tmp_path, seed=1)
     ours, theirs = runs_with(config(model)), runs_with(config(tmp_path))
     assert differing(ours, theirs) == ["the model's files"]
+
+
+def test_ranks_that_share_a_gpu_are_told_how_much_of_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would take all that is left. With a GPU for each they measure it, over NCCL."""
+    monkeypatch.setattr(worker, "resolve_device", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ranks = RankOptions(tp=2)
+    bare, told = EngineOptions(device="cuda"), EngineOptions(device="cuda", memory=1 << 30)
+    given = RankConfig(1, 1, ranks, "", str(model), msgspec.Raw(b"{}"))
+    with pytest.raises(ValueError, match=r"--tp 2: 2 ranks share 1 GPU.*give --memory"):
+        worker._place(bare, given)
+    assert worker._place(told, given) == ("cuda:0", "gloo")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert worker._place(bare, given) == ("cuda:1", None)

@@ -53,7 +53,10 @@ class Layout:
                 f" ({share:.0f}% of a frame)"
             )
             if group.shard > 1:
-                line += f" on each of {group.shard} ranks, dealt in runs of {group.interleave}"
+                line += (
+                    f" on each of {group.shard} ranks, dealt in runs of {group.interleave}:"
+                    f" {group.span:,} tokens"
+                )
             lines.append(line)
         if self.anchor_frames:
             lines.append(f"anchor {self.anchor_bytes:,} B in {self.anchor_frames} frames")

@@ -105,12 +105,20 @@ def _place(options: EngineOptions, config: RankConfig) -> tuple[str, str | None]
 
     The ranks of a machine are dealt over its GPUs; NCCL does not let two share one, so gloo then
     carries their messages through host memory.
+
+    Raises:
+        ValueError: ranks share a GPU, and nobody said how much of it each may have.
     """
     device = resolve_device(options.device)
     if device == "cpu":
         return device, None
     count = torch.cuda.device_count()
     shared = len(config.ranks.local) > count
+    if shared and options.memory is None and options.frames is None:
+        raise ValueError(
+            f"--tp {config.ranks.tp}: {len(config.ranks.local)} ranks share {count} GPU(s), and"
+            " none can measure what the others leave; give --memory, the pool of one rank"
+        )
     return f"cuda:{config.local % count}", "gloo" if shared else None
 
 
