@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.real import stream
 from merestone.engine.api import TokenEvent
@@ -21,6 +22,11 @@ from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
 from processes.ranked import GenerateRequest, Waiting
 
+TWO_GPUS = (
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+)
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,11 +34,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(directory: Path, store: str, on_loss: str = "exit") -> Iterator[LocalEngine]:
+def running(
+    directory: Path, store: str, on_loss: str = "exit", device: str = "cpu"
+) -> Iterator[LocalEngine]:
     write_tiny(directory / "tiny")
     options = EngineOptions(
-        frames=600, poison=True, threads=1, speculate="mtp:3", stores=(store,), store_wait=20.0,
-        ranks=RankOptions(tp=2, dcp=2, on_loss=on_loss),
+        device=device, frames=600, poison=True, threads=1, speculate="mtp:3", stores=(store,),
+        store_wait=20.0, ranks=RankOptions(tp=2, dcp=2, on_loss=on_loss),
     )  # fmt: skip
     engine = build_engine(directory / "tiny", options)
     engine.start()
@@ -68,6 +76,31 @@ def forget(engine: LocalEngine) -> None:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert engine.ask(engine.cache.reset) > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "store"),
+    [
+        ("cpu", "memory:1GiB"),
+        pytest.param("cuda", "memory:1GiB", marks=TWO_GPUS),
+        pytest.param("cuda", "disk:{}:1GiB", marks=TWO_GPUS),
+    ],
+)
+def test_what_left_the_ranks_own_memory_comes_back_with_its_bits(
+    tmp_path: Path, device: str, store: str
+) -> None:
+    with running(tmp_path, store.format(tmp_path / "kept"), device=device) as engine:
+        prompt = list(stream(150, 1))
+        first = ask(engine, prompt, 6)
+        longer = [*prompt, *first.ids(), 9]
+        control = ask(engine, longer, 4, salt="cold")
+        assert control.restored == 0
+        forget(engine)
+        again = ask(engine, prompt, 6)
+        assert (again.restored, said(again)) == (150, said(first))
+        forget(engine)
+        onward = ask(engine, longer, 4)
+        assert (onward.restored, said(onward)) == (155, said(control))
 
 
 def test_both_ranks_restore_or_none(engine: LocalEngine, directory: Path) -> None:
