@@ -33,11 +33,12 @@ def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dcp", [1, 2])
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_two_ranks_draft_without_a_change_of_bits(ranks: Ranks, kind: str) -> None:
+def test_two_ranks_draft_without_a_change_of_bits(ranks: Ranks, kind: str, dcp: int) -> None:
     """The MTP layer by head, a DFlash draft whole; their rows are on both ranks while the target's
     are shared. Both accept the same drafts by their chances."""
-    found = ranks.run(drafted, 2, 2, kind, 13, 9, timeout_s=300.0, device=DEVICE)
+    found = ranks.run(drafted, 2, dcp, kind, 13, 9, timeout_s=300.0, device=DEVICE)
     plain, cold, again, sampled, replayed = found[0]
     assert plain == cold == again
     assert sampled == replayed

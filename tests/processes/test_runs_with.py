@@ -49,6 +49,16 @@ def test_weights_of_the_same_shapes(model: Path, tmp_path: Path) -> None:
     assert differing(ours, theirs) == ["the model's files"]
 
 
+def test_the_drafts_weights(model: Path, tmp_path: Path) -> None:
+    """Ranks may find them at the same path, and not find the same."""
+    found = []
+    for seed in (0, 1):
+        write_tiny(tmp_path, seed=seed)  # any files will do
+        options = {"speculate": "dflash", "draft": str(tmp_path)}
+        found.append(runs_with(config(model, **options)))
+    assert differing(*found) == ["the model's files"]
+
+
 def test_ranks_that_share_a_gpu_are_told_how_much_of_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def runs_with(config: RankConfig) -> dict[str, str]:
     found["processor"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if resolve_device(options.device) != "cpu":
         found["GPU"] = torch.cuda.get_device_name()
+        found["CUDA"] = str(torch.version.cuda)
     for name, value in flat(msgspec.to_builtins(options)).items():
         if name not in OWN:
             found[f"option {name}"] = value
