@@ -147,7 +147,19 @@ def test_a_pool_that_the_device_does_not_have() -> None:
         gpu.gpu_rank(tiny(), EngineOptions(memory=1 << 50), "cuda")
 
 
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device that seems to end at 12 GiB: other tests may run on the rest of it."""
+    size, total = 12 * GIB, torch.cuda.mem_get_info()[1]
+    free = lambda *device: (size - torch.cuda.memory_reserved(), total)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    torch.cuda.set_per_process_memory_fraction(size / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("part")
 @pytest.mark.parametrize("speculate", ["none", "mtp:3", "dflash"])
 def test_graphs_take_no_more_than_was_set_aside(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, speculate: str
