@@ -189,7 +189,8 @@ class GpuDFlashDrafting:
             device = self._state.device
             zeros = torch.zeros(count, dtype=torch.int32, device=device)
             positions = torch.arange(at, at + count, dtype=torch.int32, device=device)
-            tables = self._state.tables[GROUP][turn.slot : turn.slot + 1]
+            # A copy begins on the grid of 16 bytes, whichever slot it is of.
+            tables = self._state.tables[GROUP][turn.slot : turn.slot + 1].clone()
             kept = Kept(zeros, positions, tables, zeros[:1])
             self._draft.keep(torch.cat(taps, 1), kept, self._state)
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from merestone.device.gpu_state import RING, GpuState, peak, sent
+from merestone.device.gpu_state import RING, GpuState, peak, sent_both
 from merestone.device.gpu_tables import SPLIT_ROWS, Ints, Key, Tables, rebuild_tables
 from merestone.layers.gpu.mla import takes_wide
 from merestone.models.gpu import GpuModel, rebuild
@@ -155,7 +154,7 @@ class Passes:
         tables.fill(host.numpy()[: tables.size], works, self._state.padding_slot)
         self._buffer[: tables.size].copy_(host[: tables.size], non_blocking=True)
         if fed is not None:
-            at, source = sent(np.array([fed.rows, fed.places], np.int32), self._state.device)
+            at, source = sent_both(fed.rows, fed.places, self._state.device)
             size = self._model.info.vocab_size
             feed(tables.tokens(self._buffer[: tables.size]), at, fed.drawn, source, size)
 

@@ -23,7 +23,7 @@ from merestone.device.gpu_dflash import GpuDFlashDrafting
 from merestone.device.gpu_drafting import GpuDrafting
 from merestone.device.gpu_passes import Fed, Passed, Passes, rows_of
 from merestone.device.gpu_sampling import GpuSlot, Sampling
-from merestone.device.gpu_state import RING, GpuState, current, sent
+from merestone.device.gpu_state import RING, GpuState, current, sent, sent_both
 from merestone.device.gpu_tables import rebuild_tables
 from merestone.device.gpu_turn import Told, Turn
 from merestone.device.porter import Porter
@@ -221,8 +221,7 @@ class GpuRunner:
                         if delta.group in drafted.tables:
                             drafted.bind(delta)
         if changed:
-            both = np.array([list(changed), list(changed.values())], np.int32)
-            at, values = self._device(both)
+            at, values = sent_both(list(changed), list(changed.values()), self.state.device)
             set_entries(self.state.table_memory, at, values)
 
     def _collect(self, slot: int, deltas: Iterable[PageDelta], changed: dict[int, int]) -> None:

@@ -218,6 +218,7 @@ def feed(tokens: Tensor, at: Tensor, drawn: Tensor, source: Tensor, vocabulary: 
     assert tokens.is_contiguous()
     assert drawn.is_contiguous()
     assert tokens.dtype == at.dtype == drawn.dtype == source.dtype == torch.int32
+    aligned(tokens, at, drawn, source)
     if at.shape[0]:
         _feed[(blocks(at.shape[0], _ENTRIES),)](
             tokens, at, drawn, source, at.shape[0], vocabulary, BLOCK=_ENTRIES, num_warps=1
@@ -228,6 +229,7 @@ def set_entries(table: Tensor, at: Tensor, values: Tensor) -> None:
     """table[at] = values, all int32; ``at`` [n] are flat and distinct."""
     assert table.is_contiguous()
     assert table.dtype == at.dtype == values.dtype == torch.int32
+    aligned(table, at, values)
     if at.shape[0]:
         _set_entries[(blocks(at.shape[0], _ENTRIES),)](
             table, at, values, at.shape[0], BLOCK=_ENTRIES, num_warps=1
