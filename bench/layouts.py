@@ -25,6 +25,7 @@ from merestone.probe.chat import TOOLS, assistant, system, tool_round, user
 from merestone.probe.client import Server
 from merestone.probe.context import Probe
 from merestone.probe.discover import discover
+from merestone.probe.reply import Broken
 from merestone.probe.report import FAIL, PASS, UNSUPPORTED, Check, as_json, conclude
 from merestone.probe.rows import run, select
 from merestone.probe.streams import text
@@ -97,6 +98,14 @@ async def ask(url: str, rows: Sequence[str], full: bool) -> dict[str, Any]:
     return {"restored": restored, "retention": health["retention"], **report}
 
 
+def without_a_server(why: str) -> dict[str, Any]:
+    """A cell that could not be asked, which is a failure."""
+    check = Check()
+    check.that(False, why)
+    print(f"    {why}", flush=True)
+    return {"restored": [], "retention": "", **as_json([conclude("server", check, 0.0, None)], {})}
+
+
 def concluded(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What all cells say together."""
     rows = [row for cell in cells for row in cell["rows"]]
@@ -139,8 +148,11 @@ def main(
             arguments = [str(model), "--device", device, "--tp", tp, "--dcp", dcp]
             arguments += [*options.split(), "--speculate", drafts]
             print(f"TP {tp}, DCP {dcp}, speculation {drafts}", flush=True)
-            with merestone_process(arguments) as url:
-                found = asyncio.run(ask(url, names, full))
+            try:
+                with merestone_process(arguments) as url:
+                    found = asyncio.run(ask(url, names, full))
+            except (RuntimeError, Broken) as error:  # others may still be worth the time
+                found = without_a_server(str(error))
             cells.append({"tp": int(tp), "dcp": int(dcp), "speculate": drafts, **found})
             report = {**about, **concluded(cells)}
             if out is not None:  # what there is, should the next server take too long

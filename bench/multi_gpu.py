@@ -166,7 +166,7 @@ def main(
             )
             try:
                 report["cells"].append(measure(model, options, sizes))
-            except (WrongResult, ValueError, RuntimeError) as error:
+            except (WrongResult, ValueError, RuntimeError, OSError) as error:
                 report["errors"].append(f"TP {tp}, DCP {dcp}, speculation {drafts}: {error}")
                 print(report["errors"][-1], flush=True)
             if out is not None:  # what there is, should the next layout take too long
