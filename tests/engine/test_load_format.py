@@ -85,5 +85,5 @@ def test_warm_is_cold(directory: Path) -> None:
 def test_options(directory: Path) -> None:
     engine = build_engine(directory, EngineOptions(load_format="random", threads=1, frames=2000))
     assert engine.info.model == directory.name
-    with pytest.raises(ValueError, match="load format 'dummy' is not one of auto, random"):
+    with pytest.raises(ValueError, match="--load-format 'dummy' is not one of auto, random"):
         build_engine(directory, EngineOptions(load_format="dummy"))

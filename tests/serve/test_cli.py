@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from merestone import __version__
+from merestone.models.loader import load_model
 from merestone.serve import cli
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -47,6 +48,11 @@ def test_sizes(text: str, size: int) -> None:
         (["serve", "--memory", "much"], 2, "'much' is not a size"),
         (["serve", "--port", "x"], 2, "--port"),
         (["serve", "--log-level", "loud"], 2, "'loud' is not one of"),
+        (["serve", "--device", "tpu"], 2, "--device 'tpu' is not one of auto, cpu, cuda, cuda:N"),
+        (["serve", "--device", "cuda:77"], 2, "--device cuda:77: no such CUDA device"),
+        (["serve", "--dtype", "fp8"], 2, "--dtype 'fp8' is not one of float32, bfloat16, float16"),
+        (["serve", "--load-format", "gguf"], 2, "--load-format 'gguf' is not one of auto, random"),
+        (["serve", "--device", "cpu", "--memory", "9999999GiB"], 2, "--memory, --frames: a pool"),
         (["serve", "/does/not/exist"], 2, "/does/not/exist is no directory"),
         (["serve", "--unheard-of"], 2, "--unheard-of"),
         (["serve", "--store", "tape:1GB"], 2, "--store 'tape:1GB' is not memory:SIZE"),
@@ -76,8 +82,11 @@ def test_version_and_tiny(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert invoke(monkeypatch, capsys, "--version")[:2] == (0, f"merestone {__version__}\n")
-    assert invoke(monkeypatch, capsys, "tiny", str(tmp_path / "t"))[0] == 0
-    assert (tmp_path / "t" / "tokenizer.json").is_file()
+    for arch in ("glm5_next", "kimi_linear"):
+        directory = tmp_path / arch
+        assert invoke(monkeypatch, capsys, "tiny", str(directory), "--arch", arch)[0] == 0
+        assert (directory / "tokenizer.json").is_file()
+        assert load_model(directory).info.vocab_size > 0
     (tmp_path / "empty").mkdir()
     code, _, err = invoke(monkeypatch, capsys, "serve", str(tmp_path / "empty"), "--port", "0")
     assert code == 2

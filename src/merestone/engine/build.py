@@ -112,10 +112,10 @@ def build_engine(directory: Path, options: EngineOptions, name: str | None = Non
     """
     choose(gate_setup(options), CHUNK)
     if options.dtype is not None and options.dtype not in DTYPES:
-        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     if options.load_format not in LOAD_FORMATS:
         known = ", ".join(LOAD_FORMATS)
-        raise ValueError(f"load format {options.load_format!r} is not one of {known}")
+        raise ValueError(f"--load-format {options.load_format!r} is not one of {known}")
     name = name or directory.name
     if options.ranks.tp > 1:
         return over_ranks(directory, options, name)
