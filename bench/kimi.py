@@ -33,6 +33,7 @@ from bench.inprocess import InProcess, WrongResult
 from bench.over_http import OverHttp
 from bench.serving import merestone_process
 from bench.shapes import write_kimi
+from bench.step_profile import kernels
 from bench.timing import about_device
 from merestone.engine.build import EngineOptions
 from merestone.models.tiny import write_tiny_kimi
@@ -92,6 +93,7 @@ def measure(asked: InProcess, tiny: bool) -> dict[str, Any]:
         asked.engine.overlap = False
         found["decode_without_overlap"] = decoding(asked, tiny)
         asked.engine.overlap = True
+        found["step"] = {str(n): kernels(asked, n, PROMPT) for n in STREAMS}
     opening = 300 if tiny else 8000
     found["instructions"] = shared_instructions(asked, 200 if tiny else 3000)
     found["conversation"] = conversation(asked, opening, 40 if tiny else 300)
