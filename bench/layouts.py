@@ -21,6 +21,7 @@ import typer
 from bench.about import device_name, publish, versions
 from bench.serving import merestone_process
 from merestone import __version__
+from merestone.models.config import read_dtype
 from merestone.probe.chat import TOOLS, assistant, system, tool_round, user
 from merestone.probe.client import Server
 from merestone.probe.context import Probe
@@ -136,6 +137,7 @@ def main(
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "model": model.name,
+        "checkpoint_dtype": str(read_dtype(model)).removeprefix("torch."),
         "device": device_name(device),
         "versions": versions(),
         "options": options,
