@@ -4,6 +4,7 @@ A function takes the number of rows of a small step; what more it needs it adds 
 """
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
@@ -204,8 +205,14 @@ def recurrence(rows: int) -> None:
     cache = OpenRows(**{name: torch.zeros(1, *shape, dtype=t) for name, (shape, t) in shapes})
     tables = sequences(rows)
     step = Pass(tables.first, tables.first, tables.first, tables.anchor_frames)
-    for lowest in (-5.0, None):
-        kda(x, x, x, x.float(), beta, cells, cache, tables, step, chunk=64, lowest=lowest)
+    many = torch.empty(rows * 17, heads, dim, dtype=bf16)
+    for new, strengths in ((x, beta), (many, many[:, :, 0].float())):
+        for lowest, overlap in ((-5.0, True), (None, True), (None, False)):
+            with patch("merestone.ops.triton.kda.overlaps", return_value=overlap):
+                kda(
+                    new, new, new, new.float(), strengths, cells, cache, tables, step,
+                    chunk=64, lowest=lowest,
+                )  # fmt: skip
 
 
 @launch

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kimi delta attention from the anchor: the same two kernels for prefill, decode and verification.
 
 Knows positions, anchors and caches of open rows. Must not know requests. Rows are taken in tiles of
@@ -12,9 +11,11 @@ its first row:
     S' = exp(G_last) S + (T^T (k exp(G_last - G)))^T z
 
 Everything that does not need the state is prepared for all tiles at once; the scan then passes over
-them with two short products between a state and the next. Row i of a tile uses rows up to i, each
-an element of its own in every product, so it has the same bits whichever rows come after it: a tile
-of a prefill and one to which decoding adds row after row go through the same instructions.
+them with two short products between a state and the next. Where the device can, the scan begins
+beside the preparation: what it reads of the slot is there by the time it may go on. Row i of a tile
+uses rows up to i, each an element of its own in every product, so it has the same bits whichever
+rows come after it: a tile of a prefill and one to which decoding adds row after row go through the
+same instructions.
 
 Old rows of the first tiles (keys, decays, strengths, z) come from a slot's rings, the state before
 them from the slot, too: where it stands is a multiple of SUB below every row that may still be
@@ -26,113 +27,25 @@ reads the anchor instead and leaves the slot as any other would. Definition:
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from merestone.ops.triton.kda_tiles import from_to, prepare
-from merestone.ops.triton.launch import aligned, blocks
+from merestone.ops.triton.kda_scan import scan
+from merestone.ops.triton.kda_tiles import prepare
+from merestone.ops.triton.launch import aligned, blocks, overlaps
 from merestone.ops.triton.rows import Cells, Sequences
 
 SUB = 16
 """Rows of a tile: the smallest of a tensor core, and so free of charge at one row."""
-# Columns of V that a program scans, and its warps.
-_COLUMNS, _SCAN_WARPS = 64, 4
+# Columns of V that a program scans, its warps, and the loads in flight from tile to tile.
+_COLUMNS, _SCAN_WARPS, _STAGES = 64, 4, 3
+# Registers of a thread where a pass is a tile: four programs a multiprocessor, since they all wait
+# for memory. Only passes that move a state spill. Of fp32 products the pieces would.
+_FEW_REGISTERS = 128
 # Warps that prepare a tile, and the columns that they take at once where pairs have to be formed.
 _WARPS, _BLOCK = 2, 32
 # Decays are exp(G_i) exp(-G_j) while the second factor stays finite, and formed pair by pair for
 # rows behind a stronger decay: as the row's own G says, so whatever rows come after it.
 _EXPONENT = 80.0
-
-
-@triton.jit
-def _scanned(
-    state, v, ring, out, reads, writes, mixes, fades, start, begin, stop, first, end, keep,
-    v_row, out_row, tile_rows,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RING: tl.constexpr,
-    SUB: tl.constexpr,
-):  # fmt: skip
-    """The state [COLUMNS, DIM] after the tiles of [begin, stop): stores outputs of new rows and
-    their z. Pointers are at the head, those of tiles at the one of ``start``."""
-    local, column = tl.arange(0, SUB), tl.arange(0, DIM)[None, :]
-    width = tl.arange(0, COLUMNS)[:, None]
-    at = local[:, None] * DIM + column
-    for base in range(begin, stop, SUB):
-        tile = ((base - start) // SUB).to(tl.int64) * tile_rows
-        position = base + local
-        old = (position < first)[None, :]
-        new = ((position >= first) & (position < end))[None, :]
-        fresh = (position - first).to(tl.int64)[None, :]
-        at_ring = (position % RING)[None, :] * WIDTH + width
-        read_k = tl.load(reads + tile * 2 * SUB * DIM + at)
-        read_q = tl.load(reads + tile * 2 * SUB * DIM + SUB * DIM + at)
-        written = tl.load(writes + tile * SUB * DIM + at)
-        mix = tl.load(mixes + tile * SUB * SUB + local[:, None] * SUB + local[None, :])
-        fade = tl.load(fades + tile * DIM + tl.arange(0, DIM))
-        value = tl.load(v + fresh * v_row + width, mask=new, other=0.0).to(tl.float32)
-        known = tl.load(ring + at_ring, mask=old, other=0.0)
-        seen = state.to(read_k.dtype)
-        z = value - tl.dot(seen, tl.trans(read_k), input_precision="tf32x3")
-        # Rounded as the ring holds it: an old row must count as it did when it was new.
-        z = tl.where(old, known, z.to(read_k.dtype))
-        result = tl.dot(seen, tl.trans(read_q), input_precision="tf32x3")
-        result = tl.dot(z, tl.trans(mix), result, input_precision="tf32x3")
-        state = tl.dot(z, written, state * fade[None, :], input_precision="tf32x3")
-        tl.store(out + fresh * out_row + width, result.to(out.dtype.element_ty), mask=new)
-        tl.store(ring + at_ring, z, mask=new & (position >= keep)[None, :])
-    return state
-
-
-@triton.jit
-def _scan(
-    v, reads, writes, mixes, fades, memory, places, states, stands, ring, out,
-    firsts, rows, anchors, ends, advances, slots, anchor_frames, advance_frames,
-    v_row, memory_frame, heads,
-    FRAMES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
-):  # fmt: skip
-    """Grid: (PARTS of V, heads, sequences)."""
-    RING: tl.constexpr = 2 * CHUNK
-    part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
-    anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
-    row = tl.load(rows + sequence).to(tl.int64)
-    slot = tl.load(slots + sequence).to(tl.int64) * heads + head
-    stand = stands + slot * PARTS + part
-    start, keep = from_to(first, anchor, advance, tl.load(stand), CHUNK, SUB)
-    if first < end:
-        left = part * COLUMNS
-        tile = (row // SUB + sequence * (RING // SUB + 2)) * heads + head
-        width, column = tl.arange(0, COLUMNS)[:, None], tl.arange(0, DIM)[None, :]
-        number, offset = tl.load(places + head * 2), tl.load(places + head * 2 + 1)
-        cell = memory + offset + column * WIDTH + left + width
-        own = states + (slot * WIDTH + left + width) * DIM + column
-        if first == anchor:
-            frame = tl.load(anchor_frames + sequence * FRAMES + number).to(tl.int64)
-            state = tl.load(cell + frame * memory_frame, mask=frame >= 0, other=0.0)
-        else:
-            state = tl.load(own)
-        at = start
-        # To the new anchor, to where the slot's state shall stand, to the end. Not as a loop around
-        # a pipelined one, which gave wrong sums on the device.
-        for phase in tl.static_range(3):
-            stop = tl.maximum(advance, start) if phase == 0 else (keep if phase == 1 else end)
-            state = _scanned(
-                state, v + row * v_row + head * WIDTH + left, ring + slot * RING * WIDTH + left,
-                out + (row * heads + head) * WIDTH + left,
-                reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM, mixes + tile * SUB * SUB,
-                fades + tile * DIM, start, at, stop, first, end, keep,
-                v_row, heads * WIDTH, heads, DIM, WIDTH, COLUMNS, RING, SUB,
-            )  # fmt: skip
-            at = tl.maximum(at, stop)
-            # Other threads may have read what these write, or read what they wrote.
-            tl.debug_barrier()
-            if phase == 0 and advance > 0:
-                frame = tl.load(advance_frames + sequence * FRAMES + number).to(tl.int64)
-                tl.store(cell + frame * memory_frame, state, mask=frame >= 0)
-            if phase == 1 and ((keep > start) | (first == anchor)):
-                tl.store(own, state)
-                tl.store(stand, keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +142,13 @@ def kda(
     mixes = torch.empty(places, heads, SUB, SUB, dtype=q.dtype, device=q.device)
     fades = torch.empty(places, heads, dim, dtype=torch.float32, device=q.device)
     tables = sequences.first, sequences.row, sequences.anchor, step.end, step.advance, step.slot
-    parts = blocks(width, columns)
-    common = {"DIM": dim, "PARTS": parts, "CHUNK": chunk, "SUB": SUB, "enable_fp_fusion": False}
-    prepare[(blocks(rows, SUB * count), heads, count)](
+    parts, tiles = blocks(width, columns), blocks(rows, SUB * count)
+    few, overlap = tiles == 1, overlaps(q.device)
+    common = {
+        "DIM": dim, "PARTS": parts, "CHUNK": chunk, "SUB": SUB, "OVERLAP": overlap,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    prepare[(tiles, heads, count)](
         q, k, g, beta, cache.keys, cache.decays, cache.strengths, cache.stands,
         reads, writes, mixes, fades, *tables,
         q.stride(0), k.stride(0), g.stride(0), heads, _EXPONENT,
@@ -239,12 +156,14 @@ def kda(
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         num_warps=_WARPS, num_stages=1, **common,
     )  # fmt: skip
-    _scan[(parts, heads, count)](
+    # Both kernels of the scan have the same bits.
+    scan[(parts, heads, count)](
         v, reads, writes, mixes, fades, anchors.memory, anchors.places, cache.states, cache.stands,
         cache.values, out, *tables, sequences.anchor_frames, step.advance_frames,
         v.stride(0), anchors.memory.stride(0), heads,
-        FRAMES=step.advance_frames.shape[1], WIDTH=width, COLUMNS=columns,
-        num_warps=_SCAN_WARPS, num_stages=3, **common,
+        FRAMES=step.advance_frames.shape[1], WIDTH=width, COLUMNS=columns, FEW=few,
+        num_warps=_SCAN_WARPS, num_stages=_STAGES, launch_pdl=overlap,
+        maxnreg=_FEW_REGISTERS if few and q.dtype != torch.float32 else None, **common,
     )  # fmt: skip
     return out
 

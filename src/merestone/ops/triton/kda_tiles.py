@@ -8,6 +8,7 @@ and queries nothing is lost, of their decays eleven bits stay.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
@@ -87,35 +88,50 @@ def _pairs(
 
 @triton.jit
 def _prepare_tile(
-    q, k, g, beta, keys, decays, strengths, reads, writes, mixes, fades, base, first, end, keep,
-    q_row, k_row, g_row, heads, LIMIT,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
+    q, k, g, beta, keys, decays, strengths, stand, reads, writes, mixes, fades, base, place, step,
+    first, end, anchor, advance, q_row, k_row, g_row, heads, LIMIT, zero,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
     BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tile at ``base``: all pointers are at its head, those of results at its place."""
-    position = base + tl.arange(0, SUB)
+    """The tile at ``base``: all pointers are at its head, those of results at the pass's place.
+
+    Rows are asked for before ``stand`` is needed. What the scan does not use is not written: what
+    an old row or one past the end reads, and what a last tile writes.
+    """
+    RING: tl.constexpr = 2 * CHUNK
+    local, column = tl.arange(0, SUB) + zero, tl.arange(0, DIM)[None, :]
+    row, other = local[:, None], tl.arange(0, SUB)[None, :]
+    position = base + local
     old, new = position < first, (position >= first) & (position < end)
-    kept, ring = new & (position >= keep), position % RING
-    share = tl.load(beta + (position - first).to(tl.int64) * heads, mask=new, other=0.0)
-    share = tl.where(old, tl.load(strengths + ring, mask=old, other=0.0), share)
-    tl.store(strengths + ring, share, mask=kept)
-    key, decay, at_ring, fresh_rows, fresh = _keys(
-        k, g, keys, decays, 0, base, first, end, k_row, g_row, DIM, DIM, RING, SUB
-    )
-    column = tl.arange(0, DIM)[None, :]
-    query = tl.load(q + fresh * q_row + column, mask=fresh_rows, other=0.0).to(tl.float32)
+    old_rows, new_rows = old[:, None], new[:, None]
+    # A tile lies in one piece in a ring.
+    away, turn = (base - first).to(tl.int64), base % RING
+    share = tl.load(beta + away * heads + local * heads, mask=new, other=0.0)
+    share = tl.where(old, tl.load(strengths + turn + local, mask=old, other=0.0), share)
+    at_ring = turn * DIM + (row * DIM + column)
+    key = tl.load(k + away * k_row + (row * k_row + column), mask=new_rows, other=0.0)
+    key = tl.where(old_rows, tl.load(keys + at_ring, mask=old_rows, other=0.0), key)
+    decay = tl.load(g + away * g_row + (row * g_row + column), mask=new_rows, other=0.0)
+    decay = tl.where(old_rows, tl.load(decays + at_ring, mask=old_rows, other=0.0), decay)
+    query = tl.load(q + away * q_row + (row * q_row + column), mask=new_rows, other=0.0)
+    start, keep = from_to(first, anchor, advance, stand, CHUNK, SUB)
+    kept = new & (position >= keep)
+    tile = place + ((base - start) // SUB).to(tl.int64) * step
+    reads, writes = reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM
+    mixes, fades = mixes + tile * SUB * SUB, fades + tile * DIM
+    tl.store(strengths + turn + local, share, mask=kept)
     tl.store(keys + at_ring, key, mask=kept[:, None])
     tl.store(decays + at_ring, decay, mask=kept[:, None])
     key = key.to(tl.float32)
     total = tl.cumsum(decay, 0)
     grown = tl.exp(total)
-    of_key, of_query = key * grown, query * grown
-    row, other = tl.arange(0, SUB)[:, None], tl.arange(0, SUB)[None, :]
     dtype = reads.dtype.element_ty
-    tl.store(reads + row * DIM + column, of_key.to(dtype))
-    tl.store(reads + SUB * DIM + row * DIM + column, of_query.to(dtype))
     right = tl.trans(key * tl.exp(tl.minimum(-total, LIMIT)))
+    of_key = key * grown
+    tl.store(reads + row * DIM + column, of_key.to(dtype), mask=new_rows)
     a = tl.dot(of_key, right, input_precision=PRECISION)
+    of_query = query.to(tl.float32) * grown
+    tl.store(reads + SUB * DIM + row * DIM + column, of_query.to(dtype), mask=new_rows)
     p = tl.dot(of_query, right, input_precision=PRECISION)
     if not BOUNDED:
         deepest = tl.min(total, 1)
@@ -126,12 +142,13 @@ def _prepare_tile(
             )  # fmt: skip
     t = _inverse(tl.where(row > other, a * share[:, None], 0.0), SUB) * share[None, :]
     mix = tl.dot(tl.where(row >= other, p, 0.0), t, input_precision=PRECISION)
-    tl.store(mixes + row * SUB + other, mix.to(dtype))
+    tl.store(mixes + row * SUB + other, mix.to(dtype), mask=new_rows)
+    followed = (base + SUB < end) | (base < keep)
     last = _row_of(total, SUB - 1, SUB)
     faded = key * tl.exp(last[None, :] - total)
     written = tl.dot(tl.trans(t), faded, input_precision=PRECISION)
-    tl.store(writes + row * DIM + column, written.to(dtype))
-    tl.store(fades + tl.arange(0, DIM), tl.exp(last))
+    tl.store(writes + row * DIM + column, written.to(dtype), mask=followed)
+    tl.store(fades + tl.arange(0, DIM), tl.exp(last), mask=followed)
 
 
 @triton.jit
@@ -140,30 +157,43 @@ def prepare(
     firsts, rows, anchors, ends, advances, slots,
     q_row, k_row, g_row, heads, LIMIT,
     DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
-    SUB: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    SUB: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (any number, heads, sequences). A program takes every so manieth tile of a sequence."""
+    """Grid: (any number, heads, sequences). A program takes every so manieth tile of a sequence,
+    backwards: the last one is there wherever the slot's state stands."""
+    if OVERLAP:
+        # The scan may begin: it waits for the end of this launch before it reads a result of it,
+        # or writes anything at all.
+        gdc_launch_dependents()
     RING: tl.constexpr = 2 * CHUNK
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    program, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
     row = tl.load(rows + sequence).to(tl.int64)
     anchor, advance = tl.load(anchors + sequence), tl.load(advances + sequence)
     slot = tl.load(slots + sequence).to(tl.int64) * heads + head
-    start, keep = from_to(first, anchor, advance, tl.load(stands + slot * PARTS), CHUNK, SUB)
     if first < end:
-        place = row // SUB + sequence * (RING // SUB + 2)
+        stand = tl.load(stands + slot * PARTS)
+        place = (row // SUB + sequence * (RING // SUB + 2)) * heads + head
         q += row * q_row + head * DIM
         k += row * k_row + head * DIM
         g += row * g_row + head * DIM
         beta += row * heads + head
         keys, decays = keys + slot * RING * DIM, decays + slot * RING * DIM
         strengths += slot * RING
-        for index in range(tl.program_id(0), tl.cdiv(end - start, SUB), tl.num_programs(0)):
-            tile = (place + index) * heads + head
+        base = (end - 1) // SUB * SUB - program * SUB
+        going = first < end
+        if program > 0:
+            # Loaded once more: else the compiler makes every program wait for it.
+            going = base >= tl.where(first == anchor, anchor, tl.load(stands + slot * PARTS))
+        # Always zero, which the compiler cannot know: it would carry addresses over the loop,
+        # which decoding hardly ever takes twice, and run out of registers.
+        zero = 0
+        while going:
             _prepare_tile(
-                q, k, g, beta, keys, decays, strengths,
-                reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM, mixes + tile * SUB * SUB,
-                fades + tile * DIM, start + index * SUB, first, end, keep,
-                q_row, k_row, g_row, heads, LIMIT, DIM, BLOCK, RING, SUB, BOUNDED,
-                PRECISION,
+                q, k, g, beta, keys, decays, strengths, stand, reads, writes, mixes, fades, base,
+                place, heads, first, end, anchor, advance, q_row, k_row, g_row, heads, LIMIT, zero,
+                DIM, BLOCK, CHUNK, SUB, BOUNDED, PRECISION,
             )  # fmt: skip
+            base -= tl.num_programs(0) * SUB
+            zero = tl.where(stand == -(1 << 30), 1, 0)
+            going = base >= tl.where(first == anchor, anchor, stand)

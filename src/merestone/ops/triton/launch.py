@@ -1,5 +1,8 @@
 """What every launcher asserts, and sizes that Triton wants as powers of two."""
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16
@@ -22,3 +25,9 @@ def power_of_two(n: int) -> int:
 def blocks(n: int, size: int) -> int:
     """How many blocks of ``size`` cover ``n``."""
     return -(-n // size)
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch there may begin before the one it depends on has ended: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
