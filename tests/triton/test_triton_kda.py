@@ -48,20 +48,20 @@ class Machine:
     dim: int = DIM
     chunk: int = CHUNK
     dtype: torch.dtype = torch.float32
-    frames: int = 2
+    slots: int = 3
     memory: Tensor = field(init=False)
     cache: OpenRows = field(init=False)
 
     def __post_init__(self) -> None:
         size = max(FRAME, self.heads * self.dim * self.dim)
-        self.memory = torch.full((16, size), float("nan"), device=self.device)
+        self.memory = torch.full((16 + 2 * self.slots, size), float("nan"), device=self.device)
         shapes = open_rows_shapes(self.heads, self.dim, self.dim, self.chunk, self.dtype)
         self.cache = OpenRows(
             **{
                 # Nothing but what a pass wrote may count.
-                name: torch.full((3, *shape), -1 if dtype == torch.int32 else float("nan")).to(
-                    self.device, dtype
-                )
+                name: torch.full(
+                    (self.slots, *shape), -1 if dtype == torch.int32 else float("nan")
+                ).to(self.device, dtype)
                 for name, (shape, dtype) in shapes.items()
             }
         )
@@ -208,6 +208,84 @@ def test_restored_and_batched(draw, device: str) -> None:
     assert none.shape[0] == 0
     [out] = machine.step([(one, 2, 50, 60, 32, 0, (1, 0))])
     assert torch.equal(out, whole[50:])
+
+
+# The passes (first, end, anchor to move to or 0) before one, and its own first row and anchor to
+# move to. The first of a sequence's passes leaves the state at its anchor.
+SITUATIONS = {
+    "inside a tile": ([(0, 20, 0), (20, 21, 0)], 21, 0),
+    "to a tile's last row": ([(0, 20, 0), (20, 28, 0)], 28, 0),
+    "one row short of a tile": ([(0, 20, 0), (20, 31, 0)], 31, 0),
+    "over a boundary": ([(0, 20, 0), (20, 30, 0)], 30, 0),
+    "rolled back to a boundary": ([(0, 15, 0), (15, 17, 0), (16, 18, 0)], 16, 0),
+    "the state moves": ([(0, 20, 0), (20, 32, 0)], 32, 0),
+    "the state moves by two tiles": ([(0, 33, 0)], 33, 0),
+    "the state moves, over a boundary": ([(0, 20, 0), (20, 47, 0)], 47, 0),
+    "more open than a chunk": ([(0, 20, 0), (20, 50, 0), (50, 51, 0)], 51, 0),
+    "at the zero state": ([], 0, 0),
+    "at the anchor": ([(0, 32, 32)], 32, 0),
+    "behind an anchor": ([(0, 32, 32), (32, 40, 0), (40, 41, 0)], 41, 0),
+    "an anchor is written": ([(0, 20, 0), (20, 42, 0)], 42, 32),
+    "an anchor is written inside the pass": ([(0, 20, 0), (20, 30, 0)], 30, 32),
+}
+
+
+def every_situation(draw, machine: Machine, expected: Machine, each: int) -> None:
+    """A step of ``each`` rows in all situations at once, beside padding, and the steps after it,
+    which read what it kept: the bits of a prefill."""
+    one = rows(draw, 80, 0.3, machine.heads, machine.dim)
+    [whole] = expected.step([(one, 0, 0, 80, 0, 64, (0, 2))])
+    expected.step([(one, 0, 0, 40, 0, 32, (0, 1))])
+    anchors = [0] * len(SITUATIONS)
+
+    def step(passes: dict[int, tuple[int, int, int]]) -> None:
+        works = []
+        for slot, (first, end, advance) in passes.items():
+            frames = (slot + 3 if anchors[slot] else 0, slot + 3 if advance else 0)
+            works.append((one, slot, first, end, anchors[slot], advance, frames))
+        padding = (one, machine.slots - 1, 7, 7, 7, 0, (0, 0))
+        outs = machine.step([*works[:1], padding, *works[1:]])
+        for work, out in zip([*works[:1], padding, *works[1:]], outs, strict=True):
+            assert torch.equal(out, whole[work[2] : work[3]]), work[1:]
+        for slot, (_, _, advance) in passes.items():
+            anchors[slot] = advance or anchors[slot]
+
+    for turn in range(3):
+        step({s: x[0][turn] for s, x in enumerate(SITUATIONS.values()) if len(x[0]) > turn})
+    stands = machine.cache.stands.clone()
+    ends, passes = [], {}
+    for slot, (_, first, advance) in enumerate(SITUATIONS.values()):
+        ends.append(first + each)
+        passes[slot] = (first, ends[slot], advance if advance <= ends[slot] else 0)
+    step(passes)
+    moved = (machine.cache.stands != stands).flatten(1).any(1).tolist()
+    for name, found in zip(SITUATIONS, moved, strict=False):
+        # Two of them are not what their names say unless the state stays, or moves.
+        assert found or "the state moves" not in name, name
+        assert not found or name not in ("inside a tile", "rolled back to a boundary"), name
+    for more in (1, 9, 12):
+        step({slot: (end, end + more, 0) for slot, end in enumerate(ends)})
+        ends = [end + more for end in ends]
+    for slot, anchor in enumerate(anchors):
+        assert anchor in (0, 32)
+        assert not anchor or torch.equal(machine.anchor(slot + 3), expected.anchor(1)), slot
+
+
+@pytest.mark.usefixtures("ordered_dot")
+@pytest.mark.parametrize("each", [1, 4])
+def test_few_rows_in_every_situation(draw, device: str, each: int) -> None:
+    shape = {"lowest": None, "dtype": torch.float16, "slots": len(SITUATIONS) + 1}
+    every_situation(draw, Machine(device, **shape), Machine(device, **shape), each)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("each", [1, 4])
+def test_few_rows_in_every_situation_of_true_dimensions(
+    draw, device: str, each: int, dtype: torch.dtype
+) -> None:
+    shape = {"heads": 4, "dim": 128, "dtype": dtype, "slots": len(SITUATIONS) + 1}
+    every_situation(draw, Machine(device, **shape), Machine(device, **shape), each)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Kimi delta attention from the anchor: the same two kernels for prefill, decode and verification.
+"""Kimi delta attention from the anchor: the same two launches for prefill, decode and verification.
 
 Knows positions, anchors and caches of open rows. Must not know requests. Rows are taken in tiles of
 SUB, at multiples of SUB. With S the state before a tile [K, V] and G the log decays cumulated since
@@ -38,8 +38,8 @@ SUB = 16
 """Rows of a tile: the smallest of a tensor core, and so free of charge at one row."""
 # Columns of V that a program scans, its warps, and the loads in flight from tile to tile.
 _COLUMNS, _SCAN_WARPS, _STAGES = 64, 4, 3
-# Registers of a thread where a pass is a tile: four programs a multiprocessor, since they all wait
-# for memory. Only passes that move a state spill. Of fp32 products the pieces would.
+# Registers of a thread where a pass is one tile: four programs on a multiprocessor, since they all
+# wait for memory. Only passes that move a state spill. Not of fp32, whose pieces take them all.
 _FEW_REGISTERS = 128
 # Warps that prepare a tile, and the columns that they take at once where pairs have to be formed.
 _WARPS, _BLOCK = 2, 32
