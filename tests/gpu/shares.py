@@ -29,12 +29,14 @@ from parallel.engines import Asking, chat, climb
 from spec_models.targets import RandomDraft
 
 UNEVEN = dataclasses.replace(SPARSE, vocab_size=65)
+ONE_EACH = dataclasses.replace(UNEVEN, num_heads=2, kda_heads=2, index_heads=2)
 
 
 def share(world: World, family: str) -> Glm5Next | KimiLinear:
     if family == "kimi_linear":
         return KimiLinear(KIMI, dict(draw(KIMI, 0)), torch.float32, world)
-    return Glm5Next(UNEVEN, dict(draw(UNEVEN, 0)), torch.float32, world)
+    config = {"glm5_next": UNEVEN, "one head": ONE_EACH}[family]
+    return Glm5Next(config, dict(draw(config, 0)), torch.float32, world)
 
 
 def answers(world: World, family: str, length: int) -> tuple[list, list, list[float]]:

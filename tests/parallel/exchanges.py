@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from merestone.parallel.group import SMALL, CollectiveError, in_rank_order
+from merestone.parallel.tokens import join
 from merestone.parallel.world import World
 
 # Around the size at which two, three and four ranks go another way.
@@ -54,6 +55,11 @@ def moves(world: World) -> None:
         parts = (100 * world.rank + names).view(-1, 1).expand(-1, 5)
         got = group.exchange(parts)
         assert torch.equal(got[:, 3], 100 * names + world.rank)
+        # Kernels read rows behind each other, of one column a rank, too.
+        for count in (1, 2):
+            joined = join(own[:, :count, None].expand(2, count, 5), group)
+            assert joined.is_contiguous()
+            assert torch.equal(joined[1, :, 4].long(), names.repeat_interleave(count))
 
 
 def late(world: World, seconds: float) -> tuple[float, str]:

@@ -69,8 +69,9 @@ class Shards:
 
 
 def join(x: Tensor, group: Group) -> Tensor:
-    """Every rank's columns side by side, in rank order: [N, C, ...] -> [N, size C, ...]."""
-    return group.gather(x).transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:])
+    """Every rank's columns side by side, in rank order: [N, C, ...] -> [N, size C, ...], dense."""
+    # Of one column reshape would be a view of what lies by ranks.
+    return group.gather(x).transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:]).contiguous()
 
 
 def merge(parts: Tensor, group: Group) -> Tensor:
