@@ -34,7 +34,7 @@ class _InPlace:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, anchors: Any, cache: Any,
         sequences: Any, step: Any, *, chunk: int, lowest: float | None = None,
-        out: Tensor | None = None,
+        out: Tensor | None = None, few: bool = True,
     ) -> Tensor:  # fmt: skip
         from fla.ops.kda import chunk_kda
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd

@@ -19,7 +19,9 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.mark.parametrize()
+@pytest.mark.parametrize(
+    ("family", "length"), [("glm5_next", 14), ("kimi_linear", 7), ("one head", 10)]
+)
 def test_two_ranks_answer_as_their_cpu_layers_do_cold_and_restored(
     ranks: Ranks, family: str, length: int
 ) -> None:

@@ -49,6 +49,7 @@ class Machine:
     chunk: int = CHUNK
     dtype: torch.dtype = torch.float32
     slots: int = 3
+    few: bool = True
     memory: Tensor = field(init=False)
     cache: OpenRows = field(init=False)
 
@@ -104,7 +105,8 @@ class Machine:
             table([pair(w[6][1]) for w in works]),
         )
         cells = Cells(self.memory, self.places)
-        out = kda(*inputs, cells, self.cache, sequences, step, chunk=self.chunk, lowest=self.lowest)
+        options = {"chunk": self.chunk, "lowest": self.lowest, "few": self.few}
+        out = kda(*inputs, cells, self.cache, sequences, step, **options)
         return list(out.split([part[0].shape[0] for part in parts]))
 
     def anchor(self, number: int) -> Tensor:
@@ -272,20 +274,20 @@ def every_situation(draw, machine: Machine, expected: Machine, each: int) -> Non
 
 
 @pytest.mark.usefixtures("ordered_dot")
-@pytest.mark.parametrize("each", [1, 4])
-def test_few_rows_in_every_situation(draw, device: str, each: int) -> None:
+@pytest.mark.parametrize(("each", "few"), [(1, True), (4, True), (1, False)])
+def test_few_rows_in_every_situation(draw, device: str, each: int, few: bool) -> None:
     shape = {"lowest": None, "dtype": torch.float16, "slots": len(SITUATIONS) + 1}
-    every_situation(draw, Machine(device, **shape), Machine(device, **shape), each)
+    every_situation(draw, Machine(device, few=few, **shape), Machine(device, **shape), each)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("each", [1, 4])
+@pytest.mark.parametrize(("each", "few"), [(1, True), (4, True), (4, False)])
 def test_few_rows_in_every_situation_of_true_dimensions(
-    draw, device: str, each: int, dtype: torch.dtype
+    draw, device: str, each: int, few: bool, dtype: torch.dtype
 ) -> None:
     shape = {"heads": 4, "dim": 128, "dtype": dtype, "slots": len(SITUATIONS) + 1}
-    every_situation(draw, Machine(device, **shape), Machine(device, **shape), each)
+    every_situation(draw, Machine(device, few=few, **shape), Machine(device, **shape), each)
 
 
 @pytest.mark.gpu

@@ -116,6 +116,6 @@ class GpuKda:
         for sequences, one in passes:
             kda(
                 q, k, v, g, beta, anchors, cache, sequences, one,
-                chunk=self._chunk, lowest=s.gate_lower_bound, out=out,
+                chunk=self._chunk, lowest=s.gate_lower_bound, out=out, few=len(passes) == 1,
             )  # fmt: skip
         return out

@@ -108,6 +108,7 @@ def kda(
     chunk: int,
     lowest: float | None = None,
     out: Tensor | None = None,
+    few: bool = True,
 ) -> Tensor:
     """The outputs of a step's rows, [N, H, V] in q's dtype; writes the cache and ordered anchors.
 
@@ -121,6 +122,9 @@ def kda(
         anchors: states [H cells of K, V] fp32.
         lowest: a lower bound of g that the model guarantees.
         out: where the outputs go (several launches may share one), or None.
+        few: where rows may be few enough for no sequence to have more than a tile of them, none
+            has: of decoding and verification, not of a step with a piece of a prompt. Changes no
+            bit, only the kernel.
     """
     rows, heads, dim = q.shape
     width = v.shape[2]
@@ -143,7 +147,7 @@ def kda(
     fades = torch.empty(places, heads, dim, dtype=torch.float32, device=q.device)
     tables = sequences.first, sequences.row, sequences.anchor, step.end, step.advance, step.slot
     parts, tiles = blocks(width, columns), blocks(rows, SUB * count)
-    few, overlap = tiles == 1, overlaps(q.device)
+    few, overlap = few and tiles == 1, overlaps(q.device)
     common = {
         "DIM": dim, "PARTS": parts, "CHUNK": chunk, "SUB": SUB, "OVERLAP": overlap,
         "enable_fp_fusion": False,
