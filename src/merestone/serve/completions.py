@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """A validated call: a request and the text of each prompt."""
+    """A validated call: a request and the text of each prompt, if it is to be echoed."""
 
     body: CompletionBody
     requests: list[GenerateRequest]
@@ -67,7 +67,8 @@ def prepare(service: Service, body: CompletionBody) -> CompletionCall:
             lives=() if ttl_s is None else tuple((at, ttl_s) for at in lasting),
         )
         requests.append(request)
-        texts.append(prompt if isinstance(prompt, str) else vocabulary.decode(prompt))
+        if body.echo:
+            texts.append(prompt if isinstance(prompt, str) else vocabulary.decode(prompt))
     return CompletionCall(body, requests, texts)
 
 

@@ -190,7 +190,7 @@ class CompletionBody(Sampled):
 
 
 def _are_ids(entries: list[Any]) -> bool:
-    return all(type(entry) is int for entry in entries)
+    return set(map(type, entries)) <= {int}
 
 
 class Function(Body):
