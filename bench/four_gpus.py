@@ -4,8 +4,8 @@
 
 Needs no change between machines: with four GPUs each rank has one, with fewer they share (gloo then
 carries their messages), and ``--device cpu`` runs the same on small sizes. ``--parts`` and the
-options behind it cut the work where a machine is lent for minutes: what is finished is written at
-once, a part in work to a file of its own. What could not run is named, not skipped in silence. The
+options behind it cut the work into pieces of minutes: what is finished is written at once, a part
+in work to a file of its own. What could not run is named, not skipped in silence. The
 last line of the output is one JSON object.
 """
 

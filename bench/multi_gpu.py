@@ -107,6 +107,7 @@ def measure(model: Path, options: EngineOptions, lengths: list[int]) -> dict[str
             "dcp": ranks.dcp,
             "speculate": options.speculate,
             "device": engine.info.device,
+            "dtype": engine.info.dtype,
             "frame_bytes": frame,
             "tokens_a_full_page": full.span,
             "bytes_a_token_and_rank": round(frame / full.span, 1),

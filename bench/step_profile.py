@@ -19,8 +19,8 @@ MOST = 40
 
 def kernels(asked: InProcess, streams: int, prompt: int) -> dict[str, Any]:
     """Of a step in which ``streams`` streams decode behind ``prompt`` tokens: device time in all,
-    and launches and microseconds of each kernel and grid, the slowest first. Prompts are restored
-    beforehand; what restores them is counted with the steps."""
+    and launches and microseconds of each kernel and grid, the slowest first. Prompts are cached
+    beforehand; restoring them is counted with the steps."""
     prompts = [stream(prompt, 400 + n, vocab=asked.vocab) for n in range(streams)]
     salt = f"profile-{streams}"
     for count in (1, STEPS):

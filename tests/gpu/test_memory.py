@@ -94,6 +94,16 @@ def test_out_of_memory_is_one_line_with_what_was_asked_for_and_is_there() -> Non
 
 
 @pytest.mark.parametrize(
+    "said", ["Triton Error [CUDA]: out of memory", "CUDA error: out of memory"]
+)
+def test_memory_that_the_driver_lacks_is_said_in_one_line_too(said: str) -> None:
+    """Kernels that are loaded, graphs and page-locked memory do not come from the allocator."""
+    with pytest.raises(ValueError, match="no room") as caught, room("--memory: no room"):
+        raise RuntimeError(f"{said}\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.")
+    assert str(caught.value) == f"--memory: no room: {said}"
+
+
+@pytest.mark.parametrize(
     ("module", "name", "said"),
     [
         (build, "load_model", "--device cpu: the weights do not fit"),
@@ -151,7 +161,10 @@ def test_a_pool_that_the_device_does_not_have() -> None:
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A device that seems to end at 12 GiB: other tests may run on the rest of it."""
     size, total = 12 * GIB, torch.cuda.mem_get_info()[1]
-    free = lambda *device: (size - torch.cuda.memory_reserved(), total)  # noqa: E731
+
+    def free(*device: object) -> tuple[int, int]:
+        return size - torch.cuda.memory_reserved(), total
+
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     torch.cuda.set_per_process_memory_fraction(size / total)
     yield
@@ -164,7 +177,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_graphs_take_no_more_than_was_set_aside(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, speculate: str
 ) -> None:
-    """Their number is that of the ladders, and what they took is in the log."""
+    """What they took, and what was set aside for them, is in the log."""
     measure, found = gpu._measure, []
 
     def measured(rank: gpu._Rank) -> gpu._Sizes:
@@ -177,10 +190,10 @@ def test_graphs_take_no_more_than_was_set_aside(
     )
     with caplog.at_level("INFO"):
         engine = build_engine(BUNDLED, options)
-    said = re.search(r"(\d+) graphs in ([\d,]+) MiB", caplog.text)
+    said = re.search(r"\d+ graphs in ([\d,]+) MiB", caplog.text)
     assert said is not None
     passes = engine.device.passes
-    assert int(said[2].replace(",", "")) == round(passes.graph_bytes / 2**20)
+    assert int(said[1].replace(",", "")) == round(passes.graph_bytes / 2**20)
     assert 0 < passes.graph_bytes <= found[0].graphs
     assert f"graphs {found[0].graphs / GIB:.2f} GiB" in caplog.text
     serves(engine)

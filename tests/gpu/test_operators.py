@@ -69,10 +69,8 @@ ON_DEVICE = [pytest.param(name, 200, 20, marks=pytest.mark.gpu) for name in list
 @pytest.mark.parametrize(("maker", "length", "count"), [("small", 4, 2), *ON_DEVICE])
 def test_a_step_launches_only_what_it_may(maker: str, length: int, count: int) -> None:
     real = MAKERS[maker]()
-    prompt, drawn = (
-        tuple(t % 64 for t in stream(length, 2)),
-        SamplingParams(temperature=0.9, seed=5),
-    )
+    prompt = tuple(t % 64 for t in stream(length, 2))
+    drawn = SamplingParams(temperature=0.9, seed=5)
     with Floating() as seen:
         first = real.ask(prompt, count, params=SamplingParams())
         replies = [real.send(prompt, count, params=drawn)]

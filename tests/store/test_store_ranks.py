@@ -22,10 +22,7 @@ from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
 from processes.ranked import GenerateRequest, Waiting
 
-TWO_GPUS = (
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-)
+PROMPT = list(stream(150, 1))
 
 
 @pytest.fixture(scope="module")
@@ -78,61 +75,48 @@ def forget(engine: LocalEngine) -> None:
     assert engine.ask(engine.cache.reset) > 0
 
 
-@pytest.mark.parametrize(
-    ("device", "store"),
-    [
-        ("cpu", "memory:1GiB"),
-        pytest.param("cuda", "memory:1GiB", marks=TWO_GPUS),
-        pytest.param("cuda", "disk:{}:1GiB", marks=TWO_GPUS),
-    ],
-)
-def test_what_left_the_ranks_own_memory_comes_back_with_its_bits(
-    tmp_path: Path, device: str, store: str
-) -> None:
-    with running(tmp_path, store.format(tmp_path / "kept"), device=device) as engine:
-        prompt = list(stream(150, 1))
-        first = ask(engine, prompt, 6)
-        longer = [*prompt, *first.ids(), 9]
-        control = ask(engine, longer, 4, salt="cold")
-        assert control.restored == 0
-        forget(engine)
-        again = ask(engine, prompt, 6)
-        assert (again.restored, said(again)) == (150, said(first))
-        forget(engine)
-        onward = ask(engine, longer, 4)
-        assert (onward.restored, said(onward)) == (155, said(control))
+def comes_back(engine: LocalEngine) -> Waiting:
+    """What left the ranks' own memory does, with its bits: a replay, and a turn behind the answer,
+    which is returned."""
+    first = ask(engine, PROMPT, 6)
+    longer = [*PROMPT, *first.ids(), 9]
+    control = ask(engine, longer, 4, salt="cold")
+    assert control.restored == 0
+    forget(engine)
+    again = ask(engine, PROMPT, 6)
+    assert (again.restored, said(again)) == (150, said(first))
+    forget(engine)
+    onward = ask(engine, longer, 4)
+    assert (onward.restored, said(onward)) == (155, said(control))
+    forget(engine)
+    return first
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("store", ["memory:1GiB", "disk:{}:1GiB"])
+def test_what_left_two_gpus_comes_back(tmp_path: Path, store: str) -> None:
+    with running(tmp_path, store.format(tmp_path / "kept"), device="cuda") as engine:
+        comes_back(engine)
 
 
 def test_both_ranks_restore_or_none(engine: LocalEngine, directory: Path) -> None:
-    prompt = list(stream(150, 1))
-    first = ask(engine, prompt, 6)
-    longer = [*prompt, *first.ids(), 9]
-    forget(engine)
-    assert ask(engine, prompt, 6).restored == 150
-    again = ask(engine, longer, 4)
-    assert again.restored == 155
-    assert said(again) == said(ask(engine, longer, 4, salt="cold"))
-    forget(engine)
+    first = comes_back(engine)
     kept = [path for path in (directory / "kept").glob("segments/*/*") if path.suffix == ".1"]
     assert kept, "the second rank has written nothing"
     for path in kept:
         path.write_bytes(path.read_bytes()[:-1])
-    broken = ask(engine, prompt, 6)
+    broken = ask(engine, PROMPT, 6)
     assert (broken.restored, broken.finished().cache.lost) == (0, "store_damaged")
     assert said(broken) == said(first)
     forget(engine)  # and what was broken has been written anew
-    assert ask(engine, prompt, 6).restored == 150
+    assert ask(engine, PROMPT, 6).restored == 150
 
 
 def test_memory_of_both_ranks_and_none_of_ranks_that_are_gone(tmp_path: Path) -> None:
     """Each rank's memory has its own parts; it goes with the rank's process."""
     with running(tmp_path, "memory:64MiB", "restart") as engine:
-        prompt = list(stream(150, 1))
-        first = ask(engine, prompt, 6)
-        forget(engine)
-        again = ask(engine, [*prompt, *first.ids(), 9], 4)
-        assert again.restored == 155
-        assert said(again) == said(ask(engine, [*prompt, *first.ids(), 9], 4, salt="cold"))
+        first = comes_back(engine)
         ranks = engine.device
         assert isinstance(ranks, Ranks)
         assert ranks.processes is not None
@@ -141,8 +125,8 @@ def test_memory_of_both_ranks_and_none_of_ranks_that_are_gone(tmp_path: Path) ->
         while not (ranks.sessions == 2 and engine.health()["status"] == "ok"):
             assert time.monotonic() < until
             time.sleep(0.05)
-        fresh = ask(engine, prompt, 6)
+        fresh = ask(engine, PROMPT, 6)
         assert fresh.restored == 0
         assert said(fresh) == said(first)
         forget(engine)
-        assert ask(engine, prompt, 6).restored == 150
+        assert ask(engine, PROMPT, 6).restored == 150

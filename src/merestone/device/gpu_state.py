@@ -33,16 +33,6 @@ def sent(values: np.ndarray, device: str) -> Tensor:
     return host.copy_(given).to(device, non_blocking=True)
 
 
-def peak(call: Callable[[], object]) -> int:
-    """Bytes that ``call`` takes at most on the current device, beside what there is."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_reserved() - before
-
-
 def sent_both(first: Sequence[int], second: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
     """Two lists [n] of int32 on ``device``, by one copy. Both begin on the grid of 16 bytes: for a
     tensor that begins elsewhere another kernel would be compiled, when it is first met."""
@@ -51,6 +41,16 @@ def sent_both(first: Sequence[int], second: Sequence[int], device: str) -> tuple
     both[:, :count] = first, second
     one, other = sent(both, device)
     return one[:count], other[:count]
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes that ``call`` takes at most on the current device, beside what there is."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
 
 
 RING = 128

@@ -33,17 +33,18 @@ def room(what: str) -> Iterator[None]:
     """Inside, memory that does not suffice is the user's error: one line with the numbers.
 
     Raises:
-        ValueError: ``what``, and how much was asked for and is there.
+        ValueError: ``what``, and how much was asked for and is there, as far as it was said.
     """
     try:
         yield
     except RuntimeError as error:
-        _, of_host, numbers = str(error).rpartition("can't allocate memory: ")
-        if not (of_host or isinstance(error, torch.OutOfMemoryError)):
+        line = str(error).partition("\n")[0]
+        _, of_host, numbers = line.rpartition("can't allocate memory: ")
+        # The allocator's, or the driver's, to whom kernels, graphs and locked memory are due.
+        if not (of_host or "out of memory" in line):
             raise
         # What was tried, and what the device has; then come hints for programmers.
-        said = ". ".join(numbers.split(". ")[:3])
-        raise ValueError(f"{what}: {' '.join(said.split())}") from error
+        raise ValueError(f"{what}: {'. '.join(numbers.split('. ')[:3])}") from error
 
 
 def default_threads(directory: Path, load_format: str = "auto") -> int:

@@ -122,9 +122,9 @@ def kda(
         anchors: states [H cells of K, V] fp32.
         lowest: a lower bound of g that the model guarantees.
         out: where the outputs go (several launches may share one), or None.
-        few: where rows may be few enough for no sequence to have more than a tile of them, none
-            has: of decoding and verification, not of a step with a piece of a prompt. Changes no
-            bit, only the kernel.
+        few: whether no more rows than a tile for each sequence mean that none has more, as in
+            decoding and verification; a piece of a prompt beside them may have all. Chooses the
+            kernel, never a bit.
     """
     rows, heads, dim = q.shape
     width = v.shape[2]

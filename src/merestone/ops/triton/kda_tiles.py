@@ -48,7 +48,7 @@ def _keys(
     DIM: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Keys and log decays of the tile at ``base``, columns from ``left`` on: [SUB, BLOCK] each,
-    zero past the end; where they lie in rings; which rows are new, and their numbers."""
+    zero past the end; which rows are new, and their numbers."""
     position = (base + tl.arange(0, SUB))[:, None]
     column = left + tl.arange(0, BLOCK)[None, :]
     old, new = position < first, (position >= first) & (position < end)
@@ -57,7 +57,7 @@ def _keys(
     key = tl.where(old, tl.load(keys + at_ring, mask=old, other=0.0), key)
     decay = tl.load(g + fresh * g_row + column, mask=new, other=0.0)
     decay = tl.where(old, tl.load(decays + at_ring, mask=old, other=0.0), decay)
-    return key, decay, at_ring, new, fresh
+    return key, decay, new, fresh
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def _pairs(
     strong = deepest < -LIMIT
     a, p = tl.where(strong[:, None], 0.0, a), tl.where(strong[:, None], 0.0, p)
     for left in range(0, DIM, BLOCK):
-        key, decay, _, new, fresh = _keys(
+        key, decay, new, fresh = _keys(
             k, g, keys, decays, left, base, first, end, k_row, g_row, DIM, BLOCK, RING, SUB
         )
         column = left + tl.arange(0, BLOCK)[None, :]
@@ -88,15 +88,16 @@ def _pairs(
 
 @triton.jit
 def _prepare_tile(
-    q, k, g, beta, keys, decays, strengths, stand, reads, writes, mixes, fades, base, place, step,
+    q, k, g, beta, keys, decays, strengths, stand, reads, writes, mixes, fades, base, place,
     first, end, anchor, advance, q_row, k_row, g_row, heads, LIMIT, zero,
     DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr,
     BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tile at ``base``: all pointers are at its head, those of results at the pass's place.
+    """The tile at ``base``. Pointers are at the head, those of results where memory begins: those
+    of the pass's first tile lie at ``place``, of the next ``heads`` further.
 
-    Rows are asked for before ``stand`` is needed. What the scan does not use is not written: what
-    an old row or one past the end reads, and what a last tile writes.
+    Rows are asked for before ``stand``, where the slot's state stands, is needed. What the scan
+    does not use is not written: what an old row or one past the end reads, what a last tile writes.
     """
     RING: tl.constexpr = 2 * CHUNK
     local, column = tl.arange(0, SUB) + zero, tl.arange(0, DIM)[None, :]
@@ -116,7 +117,7 @@ def _prepare_tile(
     query = tl.load(q + away * q_row + (row * q_row + column), mask=new_rows, other=0.0)
     start, keep = from_to(first, anchor, advance, stand, CHUNK, SUB)
     kept = new & (position >= keep)
-    tile = place + ((base - start) // SUB).to(tl.int64) * step
+    tile = place + ((base - start) // SUB).to(tl.int64) * heads
     reads, writes = reads + tile * 2 * SUB * DIM, writes + tile * SUB * DIM
     mixes, fades = mixes + tile * SUB * SUB, fades + tile * DIM
     tl.store(strengths + turn + local, share, mask=kept)
@@ -191,7 +192,7 @@ def prepare(
         while going:
             _prepare_tile(
                 q, k, g, beta, keys, decays, strengths, stand, reads, writes, mixes, fades, base,
-                place, heads, first, end, anchor, advance, q_row, k_row, g_row, heads, LIMIT, zero,
+                place, first, end, anchor, advance, q_row, k_row, g_row, heads, LIMIT, zero,
                 DIM, BLOCK, CHUNK, SUB, BOUNDED, PRECISION,
             )  # fmt: skip
             base -= tl.num_programs(0) * SUB
