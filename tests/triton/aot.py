@@ -2,10 +2,12 @@
 
 Run as a program, without the interpreter: launches every operator at a model's true dimensions on
 CPU tensors that are never touched, and prints one line a kernel: registers, stack bytes (spills),
-shared memory. Small steps of any number of rows must get the same kernels. Knows how Triton
-specialises arguments; `compiled` must agree with it.
+shared memory. Small steps of any number of rows must get the same kernels, and one that may begin
+early writes nothing before it waits. Knows how Triton specialises arguments; `compiled` must agree
+with it.
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -89,6 +91,12 @@ def resources(kernel: CompiledKernel) -> dict[str, int]:
     return {name: int(value) for name, value in pairs if value.isdigit()}
 
 
+def stores_before_it_waits(kernel: CompiledKernel) -> bool:
+    """Whether a kernel that may begin beside the one before it writes before that one has ended."""
+    begun, waits, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    return bool(waits) and re.search(r"\b(st|red|atom)\.global", begun) is not None
+
+
 @contextmanager
 def caught(found: dict[str, CompiledKernel]) -> Iterator[None]:
     """While it lasts, a launch compiles its kernel into ``found`` (by hash) and runs nothing."""
@@ -121,6 +129,7 @@ def main(names: list[str]) -> None:
         for kernel in each[0].values():
             use, shared = resources(kernel), kernel.metadata.shared
             assert shared <= SHARED_LIMIT, f"{kernel.metadata.name}: {shared} bytes shared"
+            assert not stores_before_it_waits(kernel), kernel.metadata.name
             print(
                 f"{kernel.metadata.name:<16} {use['REG']:3d} registers x"
                 f" {kernel.metadata.num_warps:2d} warps, stack {use['STACK']:4d},"
