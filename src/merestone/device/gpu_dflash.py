@@ -189,10 +189,13 @@ class GpuDFlashDrafting:
             device = self._state.device
             zeros = torch.zeros(count, dtype=torch.int32, device=device)
             positions = torch.arange(at, at + count, dtype=torch.int32, device=device)
-            # A copy begins on the grid of 16 bytes, whichever slot it is of.
-            tables = self._state.tables[GROUP][turn.slot : turn.slot + 1].clone()
-            kept = Kept(zeros, positions, tables, zeros[:1])
+            kept = Kept(zeros, positions, self._table(turn.slot), zeros[:1])
             self._draft.keep(torch.cat(taps, 1), kept, self._state)
+
+    def _table(self, slot: int) -> Tensor:
+        """A slot's page table [1, n], a copy: it begins on the grid of 16 bytes, whichever slot
+        it is of, and no other kernel is compiled for it."""
+        return self._state.tables[GROUP][slot : slot + 1].clone()
 
     def _decode(self, turns: Sequence[Turn], asking: Sequence[Turn]) -> None:
         longest = max(turn.end for turn in (*turns, *asking))
@@ -238,10 +241,9 @@ class GpuDFlashDrafting:
         return peak(lambda: self._largest(rows, longest))
 
     def _largest(self, rows: int, longest: int) -> None:
-        padding, features = self._state.padding_slot, self._features
-        count = min(rows, MIXED[-1])
+        features, count = self._features, min(rows, MIXED[-1])
         zeros = torch.zeros(count, dtype=torch.int32, device=self._state.device)
-        kept = Kept(zeros, zeros, self._state.tables[GROUP][padding : padding + 1], zeros[:1])
+        kept = Kept(zeros, zeros, self._table(self._state.padding_slot), zeros[:1])
         self._draft.keep(features.new_zeros(count, features.shape[1]), kept, self._state)
         tables = _Tables(self._key_of(self._slots, longest), self._config.block, self._reach)
         self._fill(tables, (), ())
