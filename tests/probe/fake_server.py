@@ -50,6 +50,7 @@ class FakeServer:
     kept: OrderedDict[Root, int] = field(default_factory=OrderedDict)
     counts: Counter[str] = field(default_factory=Counter)
     running: int = 0
+    begun: int = 0
 
     def lookup(self, salt: str, prompt: Sequence[int]) -> tuple[int, int]:
         """The deepest boundary that begins the prompt, and the state there."""
@@ -90,9 +91,12 @@ class FakeServer:
             call.cached, cached, state = len(call.prompt), 0, 0
         call.marks = sorted({*call.marks, self.junction(salt, call.prompt, cached)} - {0})
         self.running += 1
+        self.begun += 1
         try:
             state = await self._prefill(call, salt, cached, state, seals=not hit)
-            noise = self.running - 1 if self.faults.batch_matters else 0
+            # Never twice the same: two batches of one size must not be wrong alike.
+            alone = self.running == 1 or not self.faults.batch_matters
+            noise = 0 if alone else self.begun
             output: list[int] = []
             while len(output) < call.max_tokens:
                 await asyncio.sleep(self.seconds)
