@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from merestone import __version__
+
 
 def about(threads: int, model: str, device: str = "cpu") -> dict[str, Any]:
     """The machine, the model and the versions."""
@@ -20,6 +22,19 @@ def about(threads: int, model: str, device: str = "cpu") -> dict[str, Any]:
         "model": model,
         "dtype": "float32",
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+    }
+
+
+def heading(bench: str, model: Path, device: str) -> dict[str, Any]:
+    """How the report of a bench begins that runs a model's directory over ranks."""
+    return {
+        "bench": bench,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "model": model.name,
+        "device": device_name(device),
+        "gpus": torch.cuda.device_count(),
         "versions": versions(),
     }
 
@@ -60,7 +75,12 @@ def rounded(value: Any) -> Any:
 
 def publish(report: dict[str, Any], file: Path | None) -> None:
     """Print a finished report as one line, and write it to ``file`` if there is one."""
+    keep(report, file)
+    print(json.dumps(report))
+
+
+def keep(report: dict[str, Any], file: Path | None) -> None:
+    """Write a report, finished or as far as it is, to ``file`` if there is one."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,12 +31,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.about import device_name, versions
+from bench.about import heading, keep
 from bench.asking import ask
 from bench.layouts import TALKS
 from bench.multi_gpu import BITS
 from bench.serving import merestone_process
-from merestone import __version__
 from merestone.engine.build import EngineOptions, over_ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.probe.streams import stream
@@ -284,15 +282,7 @@ def main(
     suite = rows or (SMALL_SUITE if device == "cpu" else SUITE)
     model = long_enough(model.resolve())
     work = Work(model, device, layouts, speculate, suite, benchy, out)
-    report: dict[str, Any] = {
-        "bench": "four_gpus",
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "model": model.name,
-        "device": device_name(device),
-        "gpus": torch.cuda.device_count(),
-        "versions": versions(),
-    }
+    report = heading("four_gpus", model, device)
     good, missing = True, []
     for name in parts.split(","):
         if name == "benchy" and not benchy:
@@ -302,7 +292,7 @@ def main(
         shows, lacks = judge(report[name])
         good = good and shows
         missing += [f"{name}: {what}" for what in lacks]
-        out.write_text(json.dumps(report | {"good": good, "not_run": missing}, indent=1) + "\n")
+        keep(report | {"good": good, "not_run": missing}, out)
     print(json.dumps({"bench": "four_gpus", "good": good, "not_run": missing, "out": str(out)}))
     if not good:
         sys.exit(1)

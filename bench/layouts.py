@@ -8,19 +8,16 @@ line of the output is one JSON object; the exit status is 1 if anything differed
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bench.about import device_name, publish, versions
+from bench.about import heading, keep, publish
 from bench.serving import merestone_process
-from merestone import __version__
 from merestone.models.config import read_dtype
 from merestone.probe.chat import TOOLS, assistant, system, tool_round, user
 from merestone.probe.client import Server
@@ -133,13 +130,8 @@ def main(
     """Run the equality suite on every layout, without and with speculation."""
     names = SETS.get(rows, rows).split(",")
     about = {
-        "bench": "layouts",
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "model": model.name,
+        **heading("layouts", model, device),
         "checkpoint_dtype": str(read_dtype(model)).removeprefix("torch."),
-        "device": device_name(device),
-        "versions": versions(),
         "options": options,
         "full": full,
     }
@@ -157,8 +149,7 @@ def main(
                 found = without_a_server(str(error))
             cells.append({"tp": int(tp), "dcp": int(dcp), "speculate": drafts, **found})
             report = {**about, **concluded(cells)}
-            if out is not None:  # what there is, should the next server take too long
-                out.write_text(json.dumps(report, indent=1) + "\n")
+            keep(report, out)  # what there is, should the next server take too long
     for cell in cells:
         passed = cell["verdicts"].get(PASS, 0)
         print(

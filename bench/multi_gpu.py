@@ -11,19 +11,16 @@ import json
 import logging
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from bench import collectives
-from bench.about import device_name, publish, versions
+from bench.about import heading, keep, publish
 from bench.asking import Answer, ask
 from bench.timed_rank import medians
-from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine, over_ranks
 from merestone.engine.engine import LocalEngine
 from merestone.engine.ranks.messages import RankOptions
@@ -140,13 +137,7 @@ def main(
     logging.basicConfig(level="WARNING")
     sizes = [int(length) for length in lengths.split(",")]
     report: dict[str, Any] = {
-        "bench": "multi_gpu",
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "model": model.name,
-        "device": device_name(device),
-        "gpus": torch.cuda.device_count(),
-        "versions": versions(),
+        **heading("multi_gpu", model, device),
         "cells": [],
         "collectives": {},
         "errors": [],
@@ -170,8 +161,7 @@ def main(
             except (WrongResult, ValueError, RuntimeError, OSError) as error:
                 report["errors"].append(f"TP {tp}, DCP {dcp}, speculation {drafts}: {error}")
                 print(report["errors"][-1], flush=True)
-            if out is not None:  # what there is, should the next layout take too long
-                out.write_text(json.dumps(report, indent=1) + "\n")
+            keep(report, out)  # what there is, should the next layout take too long
     for ranks in sorted({int(layout.partition("x")[0]) for layout in layouts.split(",")} - {1}):
         report["collectives"][ranks] = collectives.over_ranks(collectives.compare, ranks, device)[0]
     publish(report, out)
