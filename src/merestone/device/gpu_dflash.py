@@ -182,6 +182,7 @@ class GpuDFlashDrafting:
     def _observe_long(self, turn: Turn, passed: Passed) -> None:
         """Observe the rows of one turn by themselves, a block at a time."""
         first = max(turn.first, floor_of(turn.work.advance, self._reach))
+        table = self._table(turn.slot)
         for at in range(first, turn.end, MIXED[-1]):
             count = min(turn.end - at, MIXED[-1])
             row = turn.row + at - turn.start
@@ -189,7 +190,7 @@ class GpuDFlashDrafting:
             device = self._state.device
             zeros = torch.zeros(count, dtype=torch.int32, device=device)
             positions = torch.arange(at, at + count, dtype=torch.int32, device=device)
-            kept = Kept(zeros, positions, self._table(turn.slot), zeros[:1])
+            kept = Kept(zeros, positions, table, zeros[:1])
             self._draft.keep(torch.cat(taps, 1), kept, self._state)
 
     def _table(self, slot: int) -> Tensor:

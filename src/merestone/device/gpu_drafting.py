@@ -120,10 +120,7 @@ class GpuDrafting:
             return
         rows = sum(len(turn.next_ids) for turn in turns)
         key = Key(rows, len(turns), -(-longest // SPAN) * SPAN, False)
-        tables = self._of(key)
-        host = np.zeros(_size(tables), np.int32)
-        self._fill(host, tables, turns)
-        buffer = sent(host, self._state.device)
+        tables, buffer = self._sent(key, turns)
         place = {work.slot: i for i, work in enumerate(works)}
         at = [
             place[turn.slot] if p < turn.start else len(works) + turn.row + p - turn.start
@@ -159,6 +156,13 @@ class GpuDrafting:
             key, chunk=CHUNK, heads=self._layer.attention.shape.heads, pool=self._model.pool,
             frames=self._state.layout.anchor_frames,
         )  # fmt: skip
+
+    def _sent(self, key: Key, turns: Sequence[Turn]) -> tuple[Tables, Tensor]:
+        """Tables of a pass that no graph is for, filled and on the device."""
+        tables = self._of(key)
+        host = np.zeros(_size(tables), np.int32)
+        self._fill(host, tables, turns)
+        return tables, sent(host, self._state.device)
 
     def _fill(self, host: np.ndarray, tables: Tables, turns: Sequence[Turn]) -> None:
         """Tables of a pass over the turns' rows, and of the rows that drafts are made from."""
@@ -200,12 +204,10 @@ class GpuDrafting:
     def _largest(self, rows: int, longest: int) -> None:
         long = Key(rows, self._slots, reach_of(longest), False)
         for key in (long, self._key_of(self._slots, longest)):
-            tables = self._of(key)
-            host = np.zeros(_size(tables), np.int32)
-            self._fill(host, tables, ())
+            tables, buffer = self._sent(key, ())
             # The pass's rows that are kept, and they again behind those that come before them.
             kept = self._rings().new_empty(2, key.rows, self._rings().shape[1])
-            self._compute(tables, torch.from_numpy(host).to(self._state.device), None)
+            self._compute(tables, buffer, None)
             del kept
 
     # -- the device's side ----------------------------------------------------------------------
