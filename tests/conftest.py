@@ -15,6 +15,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a test needs is its marker's to say."""
+    devices = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("gpu") and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("multi_gpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()

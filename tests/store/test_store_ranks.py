@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.real import stream
 from merestone.engine.api import TokenEvent
@@ -93,7 +92,6 @@ def comes_back(engine: LocalEngine) -> Waiting:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("store", ["memory:1GiB", "disk:{}:1GiB"])
 def test_what_left_two_gpus_comes_back(tmp_path: Path, store: str) -> None:
     with running(tmp_path, store.format(tmp_path / "kept"), device="cuda") as engine:

@@ -2,22 +2,16 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+
+from merestone.ops.triton import attention, attention_wide
 
 CUDA = torch.cuda.is_available()
 assert CUDA or os.environ.get("TRITON_INTERPRET") == "1"
 
 DEVICE = "cuda" if CUDA else "cpu"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        here = item.path.is_relative_to(Path(__file__).parent)
-        if here and not CUDA and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: bf16 and true layouts"))
 
 
 @pytest.fixture
@@ -36,6 +30,15 @@ def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of two small tiles: little work for an interpreter, and many merges."""
+    monkeypatch.setattr(attention, "TILE", 16)
+    monkeypatch.setattr(attention, "SPAN", 32)
+    monkeypatch.setattr(attention_wide, "ROWS", 16)
+    monkeypatch.setattr(attention_wide, "_BAND", 2)
 
 
 @pytest.fixture

@@ -4,17 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from merestone.ops.triton import attention
 from merestone.ops.triton.attention import NARROW, WIDE, Keys, attend, attend_naive, items
 
 HEADS, DIM, PAGE, SCALE = 4, 32, 16, 0.3
-
-
-@pytest.fixture
-def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans of two small tiles: little work for an interpreter, and many merges."""
-    monkeypatch.setattr(attention, "TILE", 16)
-    monkeypatch.setattr(attention, "SPAN", 32)
 
 
 def paged(

@@ -10,14 +10,6 @@ from merestone.ops.triton.attention import Keys, items
 from merestone.ops.triton.attention_wide import attend_wide, fits
 
 
-@pytest.fixture
-def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "TILE", 16)
-    monkeypatch.setattr(attention, "SPAN", 32)
-    monkeypatch.setattr(attention_wide, "ROWS", 16)
-    monkeypatch.setattr(attention_wide, "_BAND", 2)
-
-
 def run_wide(
     q: Tensor, keys: Keys, parts: list[tuple[int, int, int]], seen: list[int]
 ) -> tuple[Tensor, Tensor]:

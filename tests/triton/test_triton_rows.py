@@ -18,7 +18,6 @@ from row_cases import FAMILIES, ROWS, Case, tokens
 from torch import Tensor
 
 import merestone.ops.triton as package
-from merestone.ops.triton import attention, attention_wide
 
 CUDA = torch.cuda.is_available()
 # The interpreter truncates where it should round to bf16.
@@ -38,14 +37,6 @@ ELSEWHERE = {
     "wide_product": "test_triton_gemm.py::test_the_copy_engine_changes_no_bits",
 }
 """Operators whose rows are not independent inputs, by the test that shows their bits."""
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "TILE", 16)
-    monkeypatch.setattr(attention, "SPAN", 32)
-    monkeypatch.setattr(attention_wide, "ROWS", 16)
-    monkeypatch.setattr(attention_wide, "_BAND", 2)
 
 
 def spoiled(case: Case, rows: list[int]) -> tuple[Tensor, ...]:
@@ -83,7 +74,7 @@ def check(case: Case, source: torch.Generator) -> None:
 
 # The interpreter's maxima, of mates that are not numbers.
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:invalid:RuntimeWarning")
-@pytest.mark.usefixtures("ordered_dot", "small_tiles")
+@pytest.mark.usefixtures("ordered_dot", "short_spans")
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
