@@ -25,13 +25,17 @@ COMMAND = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
 class Waiting(Reply):
     """A reply that can be waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         super().__init__()
+        self.engine = engine
         self.ended = threading.Event()
+        self.status = ""
+        """The word of ``/health`` at the moment of the end."""
 
     def sink(self, events) -> None:
         super().sink(events)
         if any(isinstance(event, Finished) for event in events):
+            self.status = str(self.engine.health()["status"])
             self.ended.set()
 
     def wait(self, seconds: float = 30) -> Finished:
@@ -85,7 +89,7 @@ class Ranked:
 
     def send(self, tokens, max_tokens: int = 8, **options) -> Waiting:
         self.count += 1
-        reply = Waiting()
+        reply = Waiting(self.engine)
         request = GenerateRequest(
             f"r{self.count}", tuple(tokens), SamplingParams(), max_tokens, **options
         )

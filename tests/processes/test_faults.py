@@ -111,6 +111,7 @@ def test_a_lost_rank_ends_running_requests_and_the_engine(
             assert end.reason == "error"
             assert end.error is not None
             assert says in end.error
+            assert reply.status == "lost"  # whoever is told an error may ask at once
         health = r.until("lost", BOUND_S)
         assert time.monotonic() - begun < BOUND_S
         assert says in str(health["reason"])
@@ -130,6 +131,7 @@ def test_ranks_begin_anew_with_an_empty_cache(tmp_path: Path, fault: str) -> Non
             end = reply.wait(2 * BOUND_S)
             if end.reason == "error":
                 assert "rank 1" in str(end.error)
+                assert reply.status == "restarting"
             else:  # it waited for its turn, which came after the loss
                 assert reply.ids() == oracle([k, *PROMPT], 40)
         assert replies[0].wait().reason == "error"

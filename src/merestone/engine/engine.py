@@ -294,10 +294,10 @@ class LocalEngine:
         """What the device held is lost: so are running requests and every checkpoint."""
         if self.down is None:  # we are told by whoever notices first, and by the attendant
             self.counters["devices_lost"] += 1
+        if not returns:
+            self.broken = reason  # before anyone is told: who then asks for our health reads it
         self.down, self.landing = reason, None
         self._report(lose_device(self.scheduler, reason))
-        if not returns:
-            self.broken = reason
 
     def _resume(self) -> None:
         self.down = None
