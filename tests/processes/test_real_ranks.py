@@ -36,7 +36,7 @@ class Client:
 
     def send(self, tokens: Sequence[int], count: int = 4, **options) -> Waiting:
         self.count += 1
-        reply = Waiting()
+        reply = Waiting(self.engine)
         params = SamplingParams(logprobs=2)
         self.engine.submit(
             GenerateRequest(f"q{self.count}", tuple(tokens), params, count, **options), reply.sink

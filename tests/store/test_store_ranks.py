@@ -53,7 +53,7 @@ def engine(directory: Path) -> Iterator[LocalEngine]:
 
 
 def ask(engine: LocalEngine, tokens: list[int], count: int, **options) -> Waiting:
-    reply = Waiting()
+    reply = Waiting(engine)
     params = SamplingParams(logprobs=2)
     name = f"q{time.monotonic()}"
     engine.submit(GenerateRequest(name, tuple(tokens), params, count, **options), reply.sink)
