@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.harness import Reply
@@ -19,6 +20,8 @@ from merestone.sched.plan import SamplingParams
 from merestone.sched.scheduler import Scheduler
 from processes.fake_rank import SPEC
 
+LONG_S = 120.0
+"""How long to wait for what takes a second, or ten to start, on a machine that has other work."""
 COMMAND = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
 
 
@@ -38,7 +41,7 @@ class Waiting(Reply):
             self.status = str(self.engine.health()["status"])
             self.ended.set()
 
-    def wait(self, seconds: float = 30) -> Finished:
+    def wait(self, seconds: float = LONG_S) -> Finished:
         assert self.ended.wait(seconds), "a request hangs"
         end = self.finished()
         assert end is not None
@@ -50,7 +53,7 @@ class Ranked:
 
     def __init__(self, directory: Path, tp: int = 2, start: bool = True, **options) -> None:
         self.directory = directory
-        options = {"silence_s": 3.0, "step_s": 20.0, "start_s": 20.0, **options}
+        options = {"step_s": LONG_S, "start_s": LONG_S, **options}
         self.ranks = Ranks(RankOptions(tp=tp, **options), directory, b"{}", command=COMMAND)
         self.count = 0
         if start:
@@ -101,13 +104,28 @@ class Ranked:
         reply.wait()
         return reply
 
+    def send_all(self, prompts, max_tokens: int) -> list[Waiting]:
+        """Requests that the engine finds together: none comes when it is lost already."""
+        with self.engine.wake:
+            return [self.send(tokens, max_tokens) for tokens in prompts]
+
     def audit(self) -> None:
         self.engine.ask(lambda: audit(self.cache, [seq.lease for seq in self.scheduler.running]))
 
-    def until(self, status: str, seconds: float = 10) -> dict[str, object]:
-        """Wait for a word of ``/health``."""
-        end = time.monotonic() + seconds
-        while (health := self.engine.health())["status"] != status:
-            assert time.monotonic() < end, health
-            time.sleep(0.01)
-        return health
+    def until(self, status: str, seconds: float = LONG_S) -> dict[str, object]:
+        """Wait for a word of ``/health`` that stays."""
+        eventually(lambda: self.engine.health()["status"] == status, seconds)
+        return self.engine.health()
+
+    def until_back(self, losses: int, seconds: float) -> None:
+        """Wait for so many losses, all told, and the return after the last of them."""
+        eventually(lambda: self.engine.stats()["devices_lost"] == losses, seconds)
+        self.until("ok", seconds)
+
+
+def eventually(happens: Callable[[], object], seconds: float = LONG_S) -> None:
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)

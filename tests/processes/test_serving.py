@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
+from merestone.engine.ranks.device import hold
 from merestone.models.tiny import write_tiny
 
 SOURCE = Path(__file__).parents[2] / "src"
-SERVE = (sys.executable, "-m", "merestone", "serve")
+LINGER = """
+from merestone.serve import server
+from merestone.serve.cli import main
+server.LINGER_S = 15.0
+main()
+"""
+SERVE = (sys.executable, "-c", LINGER, "serve")
+"""A server that is asked for its health after its end: whoever asks may have to wait for a core."""
+BOUND_S = 120.0
 BODY = {"prompt": "several ranks, one answer", "max_tokens": 6, "temperature": 0, "logprobs": 2}
 
 
@@ -54,11 +61,12 @@ def address(process: subprocess.Popen[str]) -> str:
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
     """Process ids of a server's ranks."""
-    return [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and f"PPid:\t{process.pid}\n" in (entry / "status").read_text()
-    ]
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # others come and go
+            if f"PPid:\t{process.pid}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found
 
 
 def test_a_rank_killed_under_the_server(model: Path) -> None:
@@ -78,15 +86,13 @@ def test_a_rank_killed_under_the_server(model: Path) -> None:
                 while "text" not in next(lines):
                     pass
                 os.kill(pids[1], signal.SIGKILL)
-                killed = time.monotonic()
                 rest = "".join(lines)
             assert "was ended by SIGKILL" in rest
             health = http.get("/health")
             assert health.status_code == 503
             assert health.json()["status"] == "lost"
             assert f"(process {pids[1]}) was ended by SIGKILL" in health.json()["reason"]
-            assert process.wait(20) == 1
-            assert time.monotonic() - killed < 10
+            assert process.wait(BOUND_S) == 1
         assert process.stderr is not None
         assert "merestone: error: rank " in process.stderr.read().splitlines()[-1]
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -94,10 +100,10 @@ def test_a_rank_killed_under_the_server(model: Path) -> None:
 
 def test_ranks_of_two_machines(model: Path) -> None:
     """Node 1 lends its ranks to node 0, which ends them in order."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        master = f"127.0.0.1:{probe.getsockname()[1]}"
-    nodes = ("--nodes", "2", "--master", master)
+    held = hold("127.0.0.1")
+    nodes = ("--nodes", "2", "--master", f"127.0.0.1:{held.getsockname()[1]}")
     with (
+        held,
         started(model, *nodes, "--node-rank", "1") as lender,
         started(model, *nodes, "--port", "0") as process,
     ):
@@ -107,5 +113,5 @@ def test_ranks_of_two_machines(model: Path) -> None:
             assert again["choices"] == first["choices"]
             assert [rank["rank"] for rank in http.get("/health").json()["ranks"]] == [0, 1]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert lender.wait(30) == 0
+        assert process.wait(BOUND_S) == 0
+        assert lender.wait(BOUND_S) == 0

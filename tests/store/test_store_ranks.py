@@ -19,7 +19,7 @@ from merestone.engine.ranks.device import Ranks
 from merestone.engine.ranks.messages import RankOptions
 from merestone.models.tiny import write_tiny
 from merestone.sched.plan import SamplingParams
-from processes.ranked import GenerateRequest, Waiting
+from processes.ranked import LONG_S, GenerateRequest, Waiting, eventually
 
 PROMPT = list(stream(150, 1))
 
@@ -36,7 +36,7 @@ def running(
     write_tiny(directory / "tiny")
     options = EngineOptions(
         device=device, frames=600, poison=True, threads=1, speculate="mtp:3", stores=(store,),
-        store_wait=20.0, ranks=RankOptions(tp=2, dcp=2, on_loss=on_loss),
+        store_wait=LONG_S, ranks=RankOptions(tp=2, dcp=2, on_loss=on_loss),
     )  # fmt: skip
     engine = build_engine(directory / "tiny", options)
     engine.start()
@@ -57,7 +57,7 @@ def ask(engine: LocalEngine, tokens: list[int], count: int, **options) -> Waitin
     params = SamplingParams(logprobs=2)
     name = f"q{time.monotonic()}"
     engine.submit(GenerateRequest(name, tuple(tokens), params, count, **options), reply.sink)
-    reply.wait(60)
+    reply.wait()
     return reply
 
 
@@ -67,10 +67,8 @@ def said(reply: Waiting) -> list[object]:
 
 def forget(engine: LocalEngine) -> None:
     """Once stores have what memory has, empty the memory."""
-    until = time.monotonic() + 30
-    while engine.ask(engine.scheduler.outside.rest) is not None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    scheduler = engine.scheduler
+    eventually(lambda: engine.ask(lambda: not scheduler.busy and scheduler.outside.rest() is None))
     assert engine.ask(engine.cache.reset) > 0
 
 
@@ -119,10 +117,7 @@ def test_memory_of_both_ranks_and_none_of_ranks_that_are_gone(tmp_path: Path) ->
         assert isinstance(ranks, Ranks)
         assert ranks.processes is not None
         os.kill(ranks.processes.running[1].pid, signal.SIGKILL)
-        until = time.monotonic() + 60
-        while not (ranks.sessions == 2 and engine.health()["status"] == "ok"):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: ranks.sessions == 2 and engine.health()["status"] == "ok")
         fresh = ask(engine, PROMPT, 6)
         assert fresh.restored == 0
         assert said(fresh) == said(first)

@@ -75,6 +75,8 @@ class Ranks:
         self.decoder = msgspec.msgpack.Decoder(FromRank)
         self.socket: zmq.Socket[bytes] | None = None
         self.processes: Processes | None = None
+        self.meeting: socket.socket | None = None
+        """Keeps the port at which the ranks' collectives meet from being given to others."""
         self.turn = threading.RLock()
         """Held by whoever uses the socket or changes the session."""
         self.facts: Facts | None = None
@@ -83,15 +85,25 @@ class Ranks:
         self.up = False
         self.closed = False
         self.anew: threading.Thread | None = None
+        self.told: tuple[str, bool] | None = None
+        """What there is to say of a loss, until the ranks are back."""
         self.on_lost: Callable[[str, bool], None] = _nobody
         self.on_back: Callable[[], None] = _nobody
         pulse = f"tcp://{self.address}:*" if self.address else f"ipc://{self.private}/pulse"
         self.watch = Watch(self.context, pulse, options.silence_s, self._lost)
 
     def listen(self, on_lost: Callable[[str, bool], None], on_back: Callable[[], None]) -> None:
-        """``on_lost`` gets the reason and whether the ranks come back; both run on threads of
-        ours."""
-        self.on_lost, self.on_back = on_lost, on_back
+        """``on_lost`` gets the reason and whether the ranks come back, at once if they are lost
+        already; both run on threads of ours, and must not wait."""
+        with self.turn:
+            self.on_lost, self.on_back = on_lost, on_back
+            if self.told is not None:
+                on_lost(*self.told)
+
+    def _tell(self, reason: str, returns: bool) -> None:
+        with self.turn:
+            self.told = reason, returns
+            self.on_lost(reason, returns)
 
     # -- a session begins and ends --------------------------------------------------------------
 
@@ -173,9 +185,8 @@ class Ranks:
         """Where the ranks' collectives meet: a file of this machine, or a free port of it."""
         if not self.options.master:
             return f"file://{self.private}/collectives-{self.sessions}"
-        with socket.create_server((self.address, 0)) as probe:
-            port = probe.getsockname()[1]
-        return f"tcp://{self.address}:{port}"
+        self.meeting = hold(self.address)
+        return f"tcp://{self.address}:{self.meeting.getsockname()[1]}"
 
     def _end_session(self, grace_s: float) -> None:
         with self.turn:
@@ -187,6 +198,9 @@ class Ranks:
             if self.socket is not None:
                 self.socket.close()
                 self.socket = None
+            if self.meeting is not None:
+                self.meeting.close()
+                self.meeting = None
 
     def _lost(self, reason: str) -> None:
         """On the watch's thread: nothing of this session can be used any more.
@@ -194,16 +208,18 @@ class Ranks:
         While a session begins, whoever waits for it sees the loss, and deals with it.
         """
         with self.turn:
-            if not self.up:
+            if not self.up or self.closed:
                 return
             self.up = False
+            processes = self.processes
+        assert processes is not None
         returns = self._loss(reason).returns
-        if self.processes is not None:
-            self.processes.end()
-        self.on_lost(reason, returns)
-        if returns:
-            self.anew = threading.Thread(target=self._begin_anew, name="merestone-anew")
-            self.anew.start()
+        processes.end()
+        self._tell(reason, returns)
+        with self.turn:  # whoever closes waits for the thread, or there is none
+            if returns and not self.closed:
+                self.anew = threading.Thread(target=self._begin_anew, name="merestone-anew")
+                self.anew.start()
 
     def _loss(self, reason: str) -> DeviceLost:
         """Ranks that once were ready come back, if that was asked for."""
@@ -216,10 +232,13 @@ class Ranks:
         except Exception as error:
             text = f"the ranks could not be started again: {error}"
             log.error("%s", text)
-            self.on_lost(text, False)
+            self._tell(text, False)
         else:
-            log.info("the ranks are back, with an empty cache")
-            self.on_back()
+            with self.turn:
+                if self.up:  # else they are lost again, which was said already
+                    log.info("the ranks are back, with an empty cache")
+                    self.told = None
+                    self.on_back()
 
     def close(self) -> None:
         """End all ranks, in order if they can."""
@@ -266,10 +285,10 @@ class Ranks:
                     failing += f", in which rank {reply.rank} failed ({reply.error}),"
                 elif isinstance(reply, Hello) and reply.process != self.hellos[reply.rank].process:
                     raise self._loss(self.watch.declare(f"rank {reply.rank} was started anew"))
-        try:
-            return merge(replies)
-        except RanksApart as error:
-            raise self._loss(self.watch.declare(str(error))) from error
+            try:
+                return merge(replies)
+            except RanksApart as error:  # in our turn still: it is this session's loss
+                raise self._loss(self.watch.declare(str(error))) from error
 
     def _send(self, message: ToRank) -> None:
         """To all ranks, encoded once."""
@@ -310,6 +329,15 @@ class Ranks:
                 for rank, hello in sorted(self.hellos.items())
             ],
         }
+
+
+def hold(address: str) -> socket.socket:
+    """A free port of ``address``, given to nobody else while the socket is open; whoever names it
+    may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
 
 
 def _address(master: str) -> str:

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from merestone.engine.facts import Facts
+from merestone.engine.ranks.attention import PULSES, Attention
 from merestone.engine.ranks.merge import check_sums
 from merestone.engine.ranks.messages import (
     Done,
@@ -41,8 +42,6 @@ AGAIN_S = 2.0
 """How often a rank reports that nobody answers."""
 UNWANTED = 5
 """Exit status of a rank that node 0 refused, or that found no node 0 in time."""
-PULSES = 5
-"""Signs of life within the time after which a rank counts as lost."""
 
 
 class Rank(Protocol):
@@ -175,7 +174,7 @@ def _beat(config: RankConfig, welcome: Welcome) -> None:
     line.connect(welcome.pulse)
     pulse = msgspec.msgpack.encode(Pulse(config.rank, welcome.session))
     every = config.ranks.silence_s / PULSES
-    heard = time.monotonic()
+    attention, heard = Attention(every), 0.0
     while True:
         line.send(pulse)
         until = time.monotonic() + every
@@ -184,8 +183,8 @@ def _beat(config: RankConfig, welcome: Welcome) -> None:
                 answer = msgspec.msgpack.decode(line.recv(), type=Pulse)
                 if answer.session != welcome.session:
                     _end("the deciding process has begun anew")
-                heard = time.monotonic()
-        if time.monotonic() - heard > config.ranks.silence_s:
+                heard = attention.look()
+        if attention.look() - heard > config.ranks.silence_s:
             _end(f"the deciding process was silent for {config.ranks.silence_s:g} s")
 
 

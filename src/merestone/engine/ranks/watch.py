@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
+from merestone.engine.ranks.attention import PULSES, Attention
 from merestone.engine.ranks.launch import Processes
 from merestone.engine.ranks.messages import Pulse
 
@@ -24,8 +24,8 @@ class Watch:
     """Watches the ranks of one session after another.
 
     ``endpoint`` is bound at once. A rank is lost when its process (of this machine) has ended or
-    when it was silent for ``silence_s``; `lost` then gives the reason, and ``on_loss`` is called
-    with it, once a session, on the watch's thread.
+    when it was silent for ``silence_s`` while we listened; `lost` then gives the reason, and
+    ``on_loss`` is called with it, once a session, on the watch's thread.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class Watch:
         self.lock = threading.Lock()
         self.session = ""
         self.heard: dict[int, float] = {}
+        """By rank, when it was last heard, in the time of `attention`."""
+        self.attention = Attention(silence_s / PULSES)
         self.processes: Processes | None = None
         self._lost: str | None = None
         self._reported = True
@@ -81,8 +83,8 @@ class Watch:
 
     def ages(self) -> dict[int, float]:
         """Seconds since each rank was heard."""
-        now = time.monotonic()
         with self.lock:
+            now = self.attention.now
             return {rank: round(now - at, 3) for rank, at in sorted(self.heard.items())}
 
     def _loop(self) -> None:
@@ -100,7 +102,8 @@ class Watch:
         self.socket.close()
 
     def _hear(self) -> None:
-        now = time.monotonic()
+        with self.lock:
+            now = self.attention.look()
         while self.socket.poll(0):
             sender, data = self.socket.recv_multipart()
             try:
@@ -116,8 +119,7 @@ class Watch:
     def _find_loss(self) -> str | None:
         if self.processes is not None and (dead := self.processes.dead()):
             return dead
-        now = time.monotonic()
         for rank, at in sorted(self.heard.items()):
-            if now - at > self.silence_s:
+            if self.attention.now - at > self.silence_s:
                 return f"rank {rank} was silent for {self.silence_s:g} s"
         return None
