@@ -35,5 +35,5 @@ def server(session_server: Running) -> Running:
     engine.replies.clear()
     engine.cache.clear()
     engine.hold, engine.tokens_a_step, engine.step_seconds = "", 1, 0.0
-    engine.status, engine.busy, engine.fail_next = "ok", False, ""
+    engine.status, engine.busy, engine.stops, engine.fail_next = "ok", False, False, ""
     return session_server

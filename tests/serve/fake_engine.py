@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from merestone.engine.api import (
+    STOPPED,
     CacheBusy,
     CachePage,
     CacheQuery,
@@ -77,6 +78,8 @@ class FakeEngine:
         self.fail_next = ""
         self.status = "ok"
         self.busy = False
+        self.stops = False
+        """As an engine that ends between a look at its health and a request."""
         self.cache: dict[tuple[str, tuple[int, ...]], str] = {}
         self._running: dict[str, _Running] = {}
         self._lock = threading.Condition()
@@ -84,6 +87,8 @@ class FakeEngine:
         self._thread: threading.Thread | None = None
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        if self.stops:
+            raise EngineRefusal(STOPPED, "the engine has stopped")
         if len(request.tokens) == 666:
             raise EngineRefusal("pool_too_small", "666 tokens do not fit in a pool of 665")
         with self._lock:

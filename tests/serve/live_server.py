@@ -54,11 +54,11 @@ def serving(text: ModelText, options: ServerOptions | None = None) -> Iterator[R
         server.should_exit = True
 
     with (
-        httpx.Client(base_url=url, timeout=20) as http,
-        openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20) as client,
+        httpx.Client(base_url=url, timeout=120) as http,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client,
     ):
         yield Running(url, engine, text, http, client, shut_down)
     engine.hold = ""
     shut_down()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()

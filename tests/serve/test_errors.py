@@ -227,6 +227,15 @@ def test_a_failed_engine_is_unavailable(server: Running) -> None:
     assert server.http.get("/health").status_code == 503
 
 
+def test_an_engine_that_stops_after_it_was_found_well(server: Running) -> None:
+    """It is nobody's prompt that is at fault."""
+    server.engine.stops = True
+    answer = server.http.post("/v1/completions", json={"prompt": ["a", "b"]})
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("engine_unavailable", None)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 400) | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),

@@ -14,18 +14,23 @@ from typing import Any
 
 import openai
 import pytest
+from fake_engine import FakeEngine
 from live_server import Running, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from merestone import __version__
+from merestone.engine.api import GenerateRequest
+from merestone.sched.plan import SamplingParams
 from merestone.serve import server as server_module
+from merestone.serve.flight import Flight
+from merestone.serve.metrics import Metrics
 from merestone.serve.server import SWITCH_S, AddressRefused, bind
 from merestone.serve.service import ServerOptions
 from merestone.serve.template import ModelText
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.005)
@@ -62,6 +67,23 @@ def test_a_disconnect_aborts_at_once(server: Running, hold: str, stream: bool, p
         time.sleep(0.05)
         assert not aborted(server)
     wait_for(lambda: aborted(server) == len(engine.requests), "not aborted")
+
+
+def test_a_disconnect_is_counted_before_the_engine_is_told() -> None:
+    seen: list[float | None] = []
+
+    class Told(FakeEngine):
+        def abort(self, request_id: str) -> None:
+            labels = {"reason": "disconnect"}
+            seen.append(metrics.registry.get_sample_value("merestone_requests_total", labels))
+
+    engine = Told()
+    metrics = Metrics(engine)
+    requests = [GenerateRequest(name, (1,), SamplingParams(), 4) for name in "ab"]
+    flight = Flight(engine, metrics, requests)
+    flight.close()
+    flight.close()
+    assert seen == [1, 2]
 
 
 def test_a_finished_request_is_not_aborted(server: Running) -> None:
@@ -221,7 +243,7 @@ def test_shutdown_gives_clients_what_there_is(model_text: ModelText, stream: boo
         caller.start()
         wait_for(lambda: server.engine.requests, "the request did not arrive")
         server.shut_down()
-        caller.join(10)
+        caller.join(60)
     assert answers[0].status_code == 200
     assert '"finish_reason":"abort"' in answers[0].text
 

@@ -195,6 +195,10 @@ class CachePage:
     more: bool
 
 
+STOPPED = "engine_stopped"
+"""The code of a refusal that is no fault of the request's: the engine takes none any more."""
+
+
 class EngineRefusal(ValueError):
     """The request can never run, whatever else runs: it is too long for the context or the pool.
 

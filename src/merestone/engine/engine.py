@@ -17,6 +17,7 @@ from merestone.core.cache import Cache
 from merestone.core.checkpoint import Kind, Root
 from merestone.core.gate import parse
 from merestone.engine.api import (
+    STOPPED,
     CacheBusy,
     CachePage,
     CacheQuery,
@@ -30,16 +31,13 @@ from merestone.engine.api import (
 from merestone.engine.choice import Choice, check, sequence_of
 from merestone.engine.device import Attendant, Device, DeviceLost, Landing, launch
 from merestone.engine.flush import flush
-from merestone.engine.report import cache_view, engine_stats
+from merestone.engine.report import cache_view, condition, engine_stats
 from merestone.sched.ahead import plan_ahead
 from merestone.sched.flight import Outcome
 from merestone.sched.loss import lose_device
 from merestone.sched.request import Sequence, Tokens
 from merestone.sched.scheduler import Scheduler
 from merestone.store.stores import Stores
-
-LOST_STEPS = 3
-"""Failed steps in a row from which on the engine calls itself failed; a good one takes it back."""
 
 log = logging.getLogger("merestone.engine")
 Answer = TypeVar("Answer")
@@ -107,7 +105,7 @@ class LocalEngine:
         ids = check(request, self.info)
         with self.wake:
             if self.stopping:
-                raise EngineRefusal("engine_stopped", "the engine has stopped")
+                raise EngineRefusal(STOPPED, "the engine has stopped")
             if request.id in self.live:
                 raise EngineRefusal("duplicate_id", f"request {request.id!r} is still running")
             self.live.add(request.id)
@@ -118,9 +116,12 @@ class LocalEngine:
         self._post(lambda: self._abort(request_id))
 
     def reset_cache(self) -> int:
-        if self.broken is not None:
-            raise CacheBusy(f"the engine has stopped: {self.broken}")
-        return self.ask(self.scheduler.reset)
+        def reset() -> int:
+            if self.broken is not None or self.stopping:
+                raise CacheBusy(f"the engine has stopped: {self.broken or 'it was told to'}")
+            return self.scheduler.reset()
+
+        return self.ask(reset)
 
     def cache_view(self, query: CacheQuery) -> CachePage:
         return self.ask(lambda: cache_view(self.cache, query, self.scheduler.step, self.clock()))
@@ -129,13 +130,12 @@ class LocalEngine:
         return self.ask(lambda: engine_stats(self.cache, self.scheduler, self.counters))
 
     def health(self) -> dict[str, object]:
-        alive = self.thread is not None and self.thread.is_alive()
-        reason = self.broken or self.down or ("" if alive else "the engine is not running")
-        if not reason and self.lost_in_a_row >= LOST_STEPS:
-            reason = f"the last {self.lost_in_a_row} steps failed"
-        status = "failed" if reason else "ok"
-        if self.attendant is not None and (self.broken or self.down):
-            status = "lost" if self.broken else "restarting"
+        runs = self.thread is not None and self.thread.is_alive() and not self.stopping
+        # Each is read once, and in this order: whoever reads a final loss as `down` sees `broken`.
+        down, failures = self.down, self.lost_in_a_row
+        status, reason = condition(
+            self.broken, down, failures, runs=runs, returns=self.attendant is not None
+        )
         return {
             "status": status,
             "reason": reason,
@@ -194,7 +194,8 @@ class LocalEngine:
                 future.set_exception(error)
 
         if not self._post(answer):
-            return question()  # its thread touches nothing any more
+            self.thread.join()  # it may still be ending requests, and writing to stores
+            return question()
         return future.result()
 
     # -- the loop -------------------------------------------------------------------------------

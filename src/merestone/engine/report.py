@@ -1,4 +1,4 @@
-"""What an engine says of itself: its checkpoints and its counts, between two steps.
+"""What an engine says of itself: its condition, its checkpoints and its counts, between two steps.
 
 Knows the cache and the scheduler, reads only. Must not know HTTP.
 """
@@ -12,6 +12,23 @@ from merestone.core.cache import Cache
 from merestone.core.checkpoint import Root, State
 from merestone.engine.api import CachePage, CacheQuery, Stats
 from merestone.sched.scheduler import Scheduler
+
+LOST_STEPS = 3
+"""Failed steps in a row from which on an engine calls itself failed; a good one takes it back."""
+
+
+def condition(
+    broken: str | None, down: str | None, failures: int, *, runs: bool, returns: bool
+) -> tuple[str, str]:
+    """(status, reason) of ``/health``: why the engine is gone for good, why it has no device for
+    now, how many steps failed in a row, whether its thread takes requests, and whether it has a
+    device that can be lost and come back."""
+    reason = broken or down or ("" if runs else "the engine is not running")
+    if not reason and failures >= LOST_STEPS:
+        reason = f"the last {failures} steps failed"
+    if returns and (broken or down):
+        return ("lost" if broken else "restarting"), reason
+    return ("failed" if reason else "ok"), reason
 
 
 def cache_view(cache: Cache, query: CacheQuery, step: int, now: float) -> CachePage:

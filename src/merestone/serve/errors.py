@@ -39,6 +39,11 @@ def unsupported(param: str, what: str) -> ApiError:
     return ApiError(f"{what} is not supported", param, "unsupported")
 
 
+def unavailable(reason: str) -> ApiError:
+    """The engine does not run, or not any more."""
+    return ApiError(reason, code="engine_unavailable", status=503)
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that a body's validation found."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

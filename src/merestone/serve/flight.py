@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from merestone.engine.api import (
+    STOPPED,
     CacheReport,
     Engine,
     EngineRefusal,
@@ -24,7 +25,7 @@ from merestone.engine.api import (
     Started,
     TokenEvent,
 )
-from merestone.serve.errors import ApiError
+from merestone.serve.errors import ApiError, unavailable
 from merestone.serve.metrics import Metrics
 
 log = logging.getLogger("merestone.request")
@@ -85,6 +86,8 @@ class Flight:
             except EngineRefusal as refusal:
                 for earlier in self.requests[:place]:
                     self._engine.abort(earlier.id)
+                if refusal.code == STOPPED:  # since its health was asked for
+                    raise unavailable(str(refusal)) from refusal
                 raise ApiError(str(refusal), "prompt", refusal.code) from refusal
 
     def _sink(self, loop: asyncio.AbstractEventLoop, place: int) -> Sink:
@@ -139,12 +142,12 @@ class Flight:
 
     def close(self) -> None:
         """Nobody reads any more. Nothing if everything has finished."""
-        self.abort()
         for progress in self._progress:
-            if progress.open:
+            if progress.open:  # counted before the engine is told: who sees it end, sees it counted
                 self._metrics.gone(progress.open)
                 self._log(progress, "disconnect", None)
                 progress.open = 0
+                self._engine.abort(progress.request.id)
 
     def _log(self, progress: _Progress, reason: str, end: Finished | None) -> None:
         cache = progress.cache or CacheReport()

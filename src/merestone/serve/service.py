@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from merestone import __version__
 from merestone.engine.api import Engine, GenerateRequest
-from merestone.serve.errors import ApiError, from_validation
+from merestone.serve.errors import ApiError, from_validation, unavailable
 from merestone.serve.flight import Flight, unless_disconnected
 from merestone.serve.metrics import Metrics
 from merestone.serve.protocol import Body
@@ -121,7 +121,7 @@ class Service:
         health = self.engine.health()
         if health.get("status") != "ok":
             reason = health.get("reason") or "the engine is not running"
-            raise ApiError(str(reason), code="engine_unavailable", status=503)
+            raise unavailable(str(reason))
         flight = Flight(self.engine, self.metrics, requests)
         flight.launch()
         self._flights.add(flight)

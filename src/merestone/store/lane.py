@@ -68,7 +68,9 @@ class Bell:
 
     def answer(self) -> bool:
         """On the engine's thread: make the calls. Whether the bell was rung."""
-        rung, self.rung = self.rung, False
+        rung = self.rung
+        if rung:  # else whoever rings now would be forgotten
+            self.rung = False
         while self._calls:
             self._calls.popleft()()
         return rung
