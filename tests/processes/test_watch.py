@@ -71,3 +71,14 @@ def test_a_watch_that_stood_still_does_not_blame_a_rank(watch: Watch, clock: Clo
         assert watch.lost is None
     pass_by(0.5)
     assert watch.lost == "rank 0 was silent for 3 s"
+
+
+def test_a_rank_that_never_said_a_word_is_silent(watch: Watch, clock: Clock) -> None:
+    """It may freeze between its report for work and its first sign of life."""
+    watch.ready([0])
+    for _ in range(6):
+        looked = watch.attention.now
+        clock.now += 0.6
+        eventually(lambda at=looked: watch.attention.now > at)
+    eventually(lambda: watch.lost)
+    assert watch.lost == "rank 0 was silent for 3 s"

@@ -158,6 +158,7 @@ class Ranks:
         with self.turn:
             if self.watch.lost is not None:
                 raise self._loss(self.watch.lost)
+            self.watch.ready(facts)
             self.facts, self.up = before or facts[0], True
         return facts[0]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -59,11 +59,18 @@ class Watch:
         return self._lost
 
     def begin(self, session: str, processes: Processes) -> None:
-        """A new session: its processes are watched from now on, ranks once they were heard."""
+        """A new session: its processes are watched from now on, ranks once they were heard or
+        are ready."""
         with self.lock:
             self.session, self.processes = session, processes
             self.heard = {}
             self._lost, self._reported = None, False
+
+    def ready(self, ranks: Iterable[int]) -> None:
+        """All of them report for work: one that was never heard is silent from now on, too."""
+        with self.lock:
+            for rank in ranks:
+                self.heard.setdefault(rank, self.attention.now)
 
     def declare(self, reason: str) -> str:
         """A rank is lost for a reason that others found. Returns the first reason."""
