@@ -41,11 +41,23 @@ class Faults:
 
 
 @dataclass
+class Clock:
+    """Stands in for the module ``time``: it goes on where a server says so."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass
 class FakeServer:
-    """``seconds`` a prompt token; at most ``room`` checkpoints are kept."""
+    """``seconds`` a prompt token, of the ``clock``'s if there is one; at most ``room`` checkpoints
+    are kept."""
 
     faults: Faults = field(default_factory=Faults)
     seconds: float = 0.0
+    clock: Clock | None = None
     room: int = 400
     kept: OrderedDict[Root, int] = field(default_factory=OrderedDict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -99,7 +111,7 @@ class FakeServer:
             noise = 0 if alone else self.begun
             output: list[int] = []
             while len(output) < call.max_tokens:
-                await asyncio.sleep(self.seconds)
+                await self._compute(1)
                 seen = state if not self.faults.forgetful else self._forget(call.prompt, output)
                 token, top = row(seen + noise)
                 if self.faults.wrong_bits and hit:
@@ -118,7 +130,7 @@ class FakeServer:
         stops = sorted({*call.marks, *range(CHUNK, len(call.prompt), CHUNK), len(call.prompt)})
         for stop in stops:
             if stop > at:
-                await asyncio.sleep((stop - at) * self.seconds)
+                await self._compute(stop - at)
                 state, at = roll(state, call.prompt[at:stop]), stop
                 inner = stop < len(call.prompt) and stop not in call.marks
                 if (seals or not self.faults.alternates) and not (inner and call.keeps_nothing):
@@ -126,6 +138,11 @@ class FakeServer:
                     if not inner:
                         self.seal(salt, call.prompt[:stop], state)
         return state
+
+    async def _compute(self, tokens: int) -> None:
+        if self.clock is not None:
+            self.clock.now += tokens * self.seconds
+        await asyncio.sleep(0 if self.clock is not None else tokens * self.seconds)
 
     def _forget(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         return roll(0, [*prompt, *output][-64:])
