@@ -9,6 +9,11 @@ import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# No example has a time to keep: a machine may have other work.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "Triton was imported before its interpreter was chosen"

@@ -259,7 +259,8 @@ SENSIBLE = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(odd=st.dictionaries(FIELDS, JSON, max_size=2), sensible=SENSIBLE, text=st.text(max_size=5))
 def test_never_a_server_error(

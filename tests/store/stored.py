@@ -10,9 +10,11 @@ from merestone.models.interface import Model
 
 
 class Stored(Real):
-    """``drain`` also waits for what stores still do, but not for tiers that have failed."""
+    """``drain`` also waits for what stores still do, but not for tiers that have failed. A request
+    waits for them as long as it takes, unless ``store_wait`` says otherwise."""
 
     def __init__(self, *stores: str, model: Model | None = None, **options) -> None:
+        options.setdefault("store_wait", 300.0)
         super().__init__(model or tiny(), stores=stores, **options)
         self.outside = self.engine.scheduler.outside
 
@@ -21,6 +23,11 @@ class Stored(Real):
         while scheduler.busy or self.engine.inbox or self.outside.rest() not in (None, 0.5):
             self.step()
             time.sleep(0.0005)
+        # What is erased or touched is not reported, and nobody else waits for it.
+        porter = self.engine.device.porter
+        clerks = [desk.clerk._lane for desk in self.outside.desks]
+        for lane in (*porter.writers, *porter.readers, *clerks):
+            lane._pool.submit(_nothing).result()
 
     def served(self, tokens, max_tokens: int = 8, **options) -> Reply:
         """Ask, with equal bits."""
@@ -33,3 +40,6 @@ class Stored(Real):
 
     def stop(self) -> None:
         self.engine.stop()
+
+
+def _nothing() -> None: ...

@@ -18,7 +18,13 @@ from store.valkey import Server
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("valkey"))
     yield running
-    running.stop()
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has to wait for a core is no dead one."""
+    monkeypatch.setattr(network, "TIMEOUT_S", 300.0)
 
 
 def test_a_second_replica_gets_the_same_bits(server: Server) -> None:
@@ -71,9 +77,8 @@ def test_damaged_values_are_misses(server: Server) -> None:
     assert third.stat("store_missed")["damaged"] >= 1
 
 
-def test_a_stopped_server_stalls_nobody(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A step that waited for it would take at least this long.
-    monkeypatch.setattr(network, "TIMEOUT_S", 4.0)
+def test_a_stopped_server_stalls_nobody(server: Server) -> None:
+    """It goes on only at the end: a step that waited for it would never be over."""
     known, prompt = list(stream(80, 4)), list(stream(80, 5))
     engine = Stored(server.url, store_wait=0.3, frames=3000)
     engine.served(known, 2)
@@ -81,29 +86,40 @@ def test_a_stopped_server_stalls_nobody(server: Server, monkeypatch: pytest.Monk
     for _ in range(10):
         engine.step()
     server.pause()
-    began = time.monotonic()
     try:
         waits = engine.send(prompt, 2)
-        longest = 0.0
-        while time.monotonic() - began < 5:
-            before, tokens = time.monotonic(), len(running.ids())
+        while waits.finished() is None:
+            tokens = len(running.ids())
             engine.step()
             time.sleep(0.002)
-            longest = max(longest, time.monotonic() - before)
-            if waits.finished() is None:
-                assert time.monotonic() - began < 3, "a request waited for a stopped store"
             assert len(running.ids()) > tokens, "a decode stood still"
-        engine.engine.abort("q2")
-        assert engine.served(known, 2).restored == 80
+        again = engine.send(known, 2)
+        while again.finished() is None:
+            engine.step()
     finally:
         server.resume()
-    assert longest < 3.0, f"a step took {longest:.2f} s"
-    assert waits.finished().cache.lost in ("store_slow", "store_timeout", "store_down")
-    for health in (engine.outside.desks[0].reads, engine.outside.desks[0].writes):
-        health.note("", 0.0)  # else it is some seconds until the server is tried again
+    assert waits.finished().cache.lost == "store_slow"
+    assert again.restored == 80
+    engine.check(known, again)
+    engine.engine.abort("q2")
     engine.served(list(stream(70, 9)), 1)
     other = Stored(server.url)
     assert other.served(known, 2).restored == 80
+
+
+def test_a_server_that_does_not_answer_in_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "TIMEOUT_S", 0.1)
+    prompt = list(stream(60, 10))
+    engine = Stored(server.url)
+    server.pause()
+    try:
+        assert engine.served(prompt, 2).finished().cache.lost == "store_timeout"
+    finally:
+        server.resume()
+    assert engine.served(prompt, 2).restored == 60
+    engine.stop()
 
 
 def test_a_server_that_comes_late_and_goes(tmp_path: Path) -> None:
@@ -119,3 +135,4 @@ def test_a_server_that_comes_late_and_goes(tmp_path: Path) -> None:
     assert Stored(server.url).served(prompt, 2).restored == 70
     server.stop()
     assert engine.served(prompt, 2).restored == 70
+    server.held.close()

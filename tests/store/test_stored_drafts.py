@@ -20,7 +20,7 @@ def settle(engine: Drafting) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("sparse", "mtp:3"), ("dense", "dflash")])
 def test_drafts_after_a_restore_are_the_cold_ones(name: str, kind: str) -> None:
-    engine = Drafting(name, kind, frames=900, stores=("memory:1GiB",), store_wait=30.0)
+    engine = Drafting(name, kind, frames=900, stores=("memory:1GiB",), store_wait=300.0)
     tokens = list(stream(150, 4))
     first = engine.say(tokens, 12)
     settle(engine)

