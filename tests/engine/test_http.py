@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,17 +14,22 @@ from bench.serving import serving
 from engine.real import stream
 from merestone.engine.build import EngineOptions, build_engine
 from merestone.models.tiny import write_tiny
+from merestone.sched.plan import StepPlan, StepResult
 from merestone.serve.app import create_app
 from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import load_text
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
     directory: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(directory)
     engine = build_engine(directory, EngineOptions(memory=256 << 20, poison=True), "tiny")
-    service = Service(engine, load_text(directory), ServerOptions("tiny"))
+    return Service(engine, load_text(directory), ServerOptions("tiny"))
+
+
+@pytest.fixture(scope="module")
+def url(service: Service) -> Iterator[str]:
     with serving(create_app(service)) as address:
         yield address
 
@@ -62,21 +68,30 @@ def test_a_hundred_next_turns_on_done_never_miss(url: str) -> None:
             assert cached == len(prompt) + 2
 
 
-def test_health_answers_while_a_long_prompt_is_computed(url: str) -> None:
+def test_health_answers_while_a_step_runs(
+    service: Service, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The HTTP loop and the model loop do not block each other."""
-    answered = 0
-    with httpx.Client(base_url=url, timeout=60) as client:
-        body = {
-            "model": "tiny", "prompt": list(stream(6000, 9)), "max_tokens": 1, "stream": True,
-        }  # fmt: skip
-        with client.stream("POST", "/v1/completions", json=body) as reply:
+    device = service.engine.device
+    begun, may_end, run = threading.Event(), threading.Event(), device.run
+
+    def held(plan: StepPlan) -> StepResult:
+        begun.set()
+        assert may_end.wait(120)
+        return run(plan)
+
+    monkeypatch.setattr(device, "run", held)
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1, "stream": True}
+    with (
+        httpx.Client(base_url=url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as reply,
+    ):
+        try:
+            assert begun.wait(60)
             with httpx.Client(base_url=url, timeout=60) as other:
-                while other.get("/metrics").text.find("merestone_requests_running 1.0") < 0:
-                    pass
                 for _ in range(5):
-                    assert other.get("/health").status_code == 200
-                    answered += 1
-                running = other.get("/health").json()["running"]
-            reply.read()
-    assert answered == 5
-    assert running == 1, "the prompt was finished before health was asked: make it longer"
+                    health = other.get("/health")
+                    assert (health.status_code, health.json()["running"]) == (200, 1)
+        finally:
+            may_end.set()
+        assert reply.read().endswith(b"data: [DONE]\n\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -23,11 +25,12 @@ def test_the_least_is_everybodys(ranks: Ranks) -> None:
     assert SINGLE.least(7) == 7
 
 
-def test_a_late_rank_is_an_error_in_bounded_time(ranks: Ranks) -> None:
-    answers = ranks.run(exchanges.late, 3, 1, 3.0, timeout_s=1.0)
+def test_a_late_rank_is_an_error_in_bounded_time(ranks: Ranks, tmp_path: Path) -> None:
+    answers = ranks.run(exchanges.late, 3, 1, str(tmp_path), timeout_s=5.0)
+    # Who gives up first has waited for as long as was said, and takes the other along.
+    assert 4.9 < max(waited for waited, _ in answers) < 60
     for rank in (0, 2):
-        waited, words = answers[rank]
-        assert 0.9 < waited < 2.9
+        _, words = answers[rank]
         assert f"tensor parallel group, rank {rank} of 3: a rank is lost, or later" in words
 
 
