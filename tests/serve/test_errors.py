@@ -51,6 +51,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"320": 1}}, "logit_bias"),
+    ({"logit_bias": {"007": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"logit_bias": []}, "logit_bias"),
     ({"seed": "x"}, "seed"),
@@ -59,7 +61,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 129}, "n"),
     ({"n": 2, "best_of": 3}, "best_of"),
     ({"stop": ""}, "stop"),
-    ({"stop": [""]}, "stop"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"stop": ["a", 5]}, "stop[1]"),
     ({"stop": 5}, "stop"),
     ({"stop": ["a"] * 33}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
@@ -191,6 +194,15 @@ def test_half_surrogates_inside_arguments(server: Running) -> None:
     function = {"name": "f", "arguments": '{"a": "\\ud800"}'}
     messages = [*USER, {"role": "assistant", "tool_calls": [{"function": function}]}]
     assert refused(server, "/v1/chat/completions", {"messages": messages})["param"] == "messages"
+
+
+def test_a_list_of_stops_is_not_told_to_be_a_text(server: Running) -> None:
+    found = [
+        refused(server, "/v1/completions", {"prompt": "a", "stop": stop})["message"]
+        for stop in ([""], ["a"] * 33)
+    ]
+    assert found[0] == "stop[0]: String should have at least 1 character"
+    assert found[1].startswith("stop: List should have at most 32 items")
 
 
 def test_too_long_says_both_numbers(server: Running) -> None:

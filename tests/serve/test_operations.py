@@ -219,6 +219,7 @@ def test_api_key(model_text: ModelText) -> None:
         with pytest.raises(openai.AuthenticationError) as refused:
             server.client.with_options(api_key="guess").models.list()
         assert refused.value.code == "invalid_api_key"
+        assert samples(server)["merestone_refused_total{status=401}"] == 5
         origin = {"origin": "http://ui", "access-control-request-method": "POST"}
         preflight = server.http.options("/v1/completions", headers=origin)
         assert preflight.headers["access-control-allow-origin"] == "http://ui"

@@ -48,7 +48,8 @@ def create_app(service: Service) -> FastAPI:
     _add_operations(app, service)
     _add_errors(app, service)
     if service.options.api_key:
-        app.add_middleware(ApiKey, key=service.options.api_key)
+        refused = service.metrics.refused
+        app.add_middleware(ApiKey, key=service.options.api_key, refused=refused)
     if service.options.cors_origins:  # outermost: a preflight carries no key
         app.add_middleware(
             CORSMiddleware,
@@ -206,10 +207,12 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
 
 class ApiKey:
-    """Middleware: every path but ``OPEN_PATHS`` needs ``Authorization: Bearer KEY``."""
+    """Middleware: every path but ``OPEN_PATHS`` needs ``Authorization: Bearer KEY``. ``refused``
+    counts what has none, by its status."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, refused: Callable[[int], None]) -> None:
         self._app = app
+        self._refused = refused
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,6 +221,7 @@ class ApiKey:
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError("The API key is missing or wrong", None, "invalid_api_key", 401)
                 headers = {"www-authenticate": "Bearer"}
+                self._refused(error.status)
                 await JsonResponse(error.body(), 401, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -46,7 +46,13 @@ def unavailable(reason: str) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that a body's validation found."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # A value that no member of a union takes has an error of each: what the one it was meant for
+    # says is about more than its type, or about a part of it.
+    first = max(
+        (entry for entry in found if entry["loc"][:1] == found[0]["loc"][:1]),
+        key=lambda entry: (not entry["type"].endswith("_type"), len(entry["loc"])),
+    )
     if first["type"] == "json_invalid":
         detail = first["msg"].removeprefix("Invalid JSON: ")
         return ApiError(f"The request body is not valid JSON: {detail}", code="invalid_json")
@@ -56,13 +62,13 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(place: tuple[int | str, ...]) -> str | None:
-    """``messages[0].role``; what follows a union is the union's member, not the user's field."""
+    """``messages[0].role``; the name of a union's member is not the user's field."""
     path = ""
     for part in place:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part in _UNION_MEMBERS or "[" in part or "(" in part or "-" in part:
-            break
+            continue
         else:
             path += f".{part}" if path else part
     return path or None

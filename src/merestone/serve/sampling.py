@@ -5,6 +5,7 @@ Knows the model's limits. Must not know HTTP.
 
 from __future__ import annotations
 
+import re
 import secrets
 import uuid
 from collections.abc import Collection, Mapping
@@ -88,7 +89,8 @@ def _params(
         return float(default if asked is None else asked)
 
     for name, value in (body.logit_bias or {}).items():
-        if not (name.isascii() and name.isdigit()) or int(name) >= info.vocab_size:
+        # One spelling an id: "007" would be added to "7". (And int refuses thousands of digits.)
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", name) or int(name) >= info.vocab_size:
             raise ApiError(
                 f"logit_bias: {name[:32]!r} is no id below {info.vocab_size}",
                 "logit_bias",
