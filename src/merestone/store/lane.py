@@ -21,6 +21,8 @@ class Lane:
     """Jobs run one after another, apart from whoever posts them."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
+        self._failing = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def post(self, job: Callable[[], Value], done: Callable[[Value | None, str], None]) -> None:
@@ -35,10 +37,15 @@ class Lane:
                 value = job()
             except StoreFault as fault:
                 reason = fault.reason
-                log.debug("a store failed: %s", fault)
+                # Said once: while a tier is away, everything fails, over and over.
+                level = logging.DEBUG if reason == self._failing else logging.WARNING
+                log.log(level, "%s: %s (%s)", self._name, reason, fault)
             except Exception:
                 reason = "failed"
-                log.exception("a store failed")
+                log.exception("%s: %s", self._name, reason)
+            if self._failing and not reason:
+                log.info("%s: works again", self._name)
+            self._failing = reason
             done(value, reason)
 
         self._pool.submit(run)
