@@ -57,6 +57,10 @@ def test_sizes(text: str, size: int) -> None:
         (["serve", "--unheard-of"], 2, "--unheard-of"),
         (["serve", "--store", "tape:1GB"], 2, "--store 'tape:1GB' is not memory:SIZE"),
         (["serve", "--store", "disk:/proc/none:1GB"], 2, "--store disk:/proc/none: "),
+        (["serve", "--device", "cpu", "--memory", "5"], 2, "0 frames of"),
+        (["serve", "--grace", "inf"], 2, "--grace"),
+        (["serve", "--store-wait", "inf"], 2, "--store-wait"),
+        (["serve", "--tp", "2", "--step-timeout", "nan"], 2, "--step-timeout"),
         (["frobnicate"], 2, "frobnicate"),
         (["tiny", "x", "--arch", "glm9"], 2, "'glm9' is not one of"),
         (["chat", "--url", "http://127.0.0.1:9"], 1, "127.0.0.1:9"),
@@ -93,6 +97,23 @@ def test_version_and_tiny(
     code, _, err = invoke(monkeypatch, capsys, "serve", str(tmp_path / "empty"), "--port", "0")
     assert code == 2
     assert "no such file" in err
+
+
+def test_without_a_command_there_is_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, err = invoke(monkeypatch, capsys)
+    assert "Usage" in out + err
+    assert "error" not in err
+
+
+def test_a_template_that_is_no_text_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    code, _, err = invoke(monkeypatch, capsys, "serve", str(tmp_path), "--port", "0")
+    assert code == 2
+    assert "chat_template.jinja" in err
 
 
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -336,7 +336,7 @@ def engine_over(device: Device, facts: Facts, options: EngineOptions, name: str)
         ValueError: the device's memory holds no request.
     """
     spec = CacheSpec(
-        frames=facts.frames,
+        frames=max(facts.frames, 1),  # less than one is too little, too: said below
         frame_bytes=facts.frame_bytes,
         groups=facts.groups,
         chunk=CHUNK,

@@ -89,6 +89,7 @@ Stores = Annotated[
     list[str] | None,
     typer.Option(help="memory:SIZE, disk:DIR:SIZE or redis://..., fastest first; repeatable."),
 ]
+A_DAY = 86400.0
 LOCAL = "http://127.0.0.1:8000"
 BUNDLED = Path(__file__).parent.parent / "assets" / "merestone-tiny"
 """The model that is served when none is named."""
@@ -177,7 +178,9 @@ def serve(
     ] = "exact",
     explain: Explain = False,
     store: Stores = None,
-    store_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for stores.")] = 2.0,
+    store_wait: Annotated[
+        float, typer.Option(min=0, max=A_DAY, help="Seconds to wait for stores.")
+    ] = 2.0,
     tp: Tp = 1,
     dcp: Dcp = 1,
     nodes: Nodes = 1,
@@ -191,7 +194,9 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
     cache_tokens: CacheTokens = False,
     cors_origin: CorsOrigin = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds to end requests in.")] = 10.0,
+    grace: Annotated[
+        float, typer.Option(min=0, max=A_DAY, help="Seconds to end requests in.")
+    ] = 10.0,
     log_level: Annotated[str, typer.Option(envvar="MERESTONE_LOG_LEVEL")] = "info",
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
@@ -367,5 +372,6 @@ def main() -> None:
         message, code = describe(), 2
     else:
         sys.exit(code or 0)
-    print("merestone: error:", " ".join(message.split()), file=sys.stderr)
+    if message:  # without a command there is the help, and no message
+        print("merestone: error:", " ".join(message.split()), file=sys.stderr)
     sys.exit(code)

@@ -134,7 +134,10 @@ def load_text(directory: Path) -> ModelText:
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise TextError(f"{path}: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # named templates
         named = {entry.get("name"): entry.get("template") for entry in source}

@@ -22,6 +22,9 @@ from msgspec import Raw, Struct
 from merestone.engine.facts import Facts
 from merestone.sched.plan import StepPlan, StepResult
 
+LONGEST_S = 86400.0
+"""A day: what waits longer, waits for ever, and cannot be told to a clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
@@ -55,8 +58,11 @@ class RankOptions:
             raise ValueError("--master HOST:PORT belongs to --nodes above 1, and to nothing else")
         if self.on_loss not in ("exit", "restart"):
             raise ValueError(f"--on-rank-loss {self.on_loss!r} is not one of exit, restart")
-        if min(self.silence_s, self.step_s, self.start_s) <= 0:
-            raise ValueError("time-outs of ranks must be positive")
+        if not all(0 < s <= LONGEST_S for s in (self.silence_s, self.step_s, self.start_s)):
+            raise ValueError(
+                "--rank-timeout, --step-timeout and --start-timeout are seconds above 0, to "
+                f"{LONGEST_S:,.0f}"
+            )
 
     @property
     def local(self) -> range:
