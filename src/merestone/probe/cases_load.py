@@ -13,6 +13,12 @@ from merestone.probe.reply import Reply
 from merestone.probe.report import Check
 
 SHORTEST_PATIENCE_S = 0.1
+MOST_ATTEMPTS = 40
+"""That a timed-out prefill may take, if each goes on where the last ended: some find the machine
+busy with something else."""
+AT_ONCE_S, LONGEST_LOOK_S = 5.0, 0.5
+"""A server is idle at once within the former; of a look that took longer than the latter, only so
+much is held against the server: it, or we, had to wait for a core."""
 RUNNING = "merestone_requests_running"
 
 
@@ -26,20 +32,25 @@ async def abort_frees(probe: Probe, check: Check) -> None:
     whole = await probe.cold(probe.stream(length, 1), 1, stream=True)
     check.note("whole prefill s", whole.first_s)
     left = await probe.server.abandon(probe.stream(length, 1), salt, min(0.5, 0.3 * whole.first_s))
-    began = time.perf_counter()
     reply = await probe.send(short, 8, salt, stream=True)
     check.note("first s, idle", oracle.first_s)
     check.note("first s, after the abort", reply.first_s)
     check.equal(reply, oracle, "after the abort")
     if left and "metrics" in probe.have:
-        while total(await probe.server.metrics(), RUNNING):
-            if time.perf_counter() - began > max(2.0, 2 * whole.first_s):
-                break
-            await asyncio.sleep(0.02)
-        idle_s = time.perf_counter() - began
+        most_s = max(0.7 * whole.first_s, AT_ONCE_S)
+        idle_s = await _until_idle(probe, reply.first_s, 2 * most_s)
         check.note("idle s after the abort", idle_s)
-        rest = 0.7 * whole.first_s
-        check.that(idle_s < max(rest, 2.0), f"still busy {idle_s:.1f} s after the abort")
+        check.that(idle_s < most_s, f"still busy {idle_s:.1f} s after the abort")
+
+
+async def _until_idle(probe: Probe, since_s: float, most_s: float) -> float:
+    """Seconds until nothing runs, ``since_s`` of which have passed; gives up after ``most_s``."""
+    looked = time.perf_counter()
+    while total(await probe.server.metrics(), RUNNING) and since_s < most_s:
+        await asyncio.sleep(0.02)
+        before, looked = looked, time.perf_counter()
+        since_s += min(looked - before, LONGEST_LOOK_S)
+    return since_s
 
 
 async def timeout_and_retry(probe: Probe, check: Check) -> None:
@@ -48,7 +59,7 @@ async def timeout_and_retry(probe: Probe, check: Check) -> None:
     if not probe.fits(check, length + 8):
         return
     prompt = probe.stream(length, 1)
-    oracle = await probe.cold(prompt, 8, stream=True)
+    oracle = await probe.timed(prompt, 8)
     for share in (0.6, 0.3, 0.15):
         salt, patience = probe.salt(), share * oracle.first_s
         if patience < SHORTEST_PATIENCE_S:
@@ -60,13 +71,14 @@ async def timeout_and_retry(probe: Probe, check: Check) -> None:
         return
     check.note("patience s", patience)
     attempts = 1
-    while attempts < 8 and await probe.server.abandon(prompt, salt, patience):
+    while attempts < MOST_ATTEMPTS and await probe.server.abandon(prompt, salt, patience):
         attempts += 1
     check.note("attempts", attempts + 1)
     reply = await probe.send(prompt, 8, salt)
     check.equal(reply, oracle, "the attempt that succeeds")
     check.that(reply.cached > 0, "every attempt began at zero")
-    check.that(attempts < 8, "eight attempts did not finish what one takes twice the patience for")
+    most = f"{MOST_ATTEMPTS} attempts did not finish what one takes a few times the patience for"
+    check.that(attempts < MOST_ATTEMPTS, most)
 
 
 async def cancelled_in_queue(probe: Probe, check: Check) -> None:
@@ -94,7 +106,7 @@ async def near_the_ceiling(probe: Probe, check: Check) -> None:
         check.skipped.append(f"a context of {limit} is too long to fill: at most {most} here")
         return
     oracle = await probe.cold(probe.stream(limit // 2, 1), 1, stream=True)
-    patience = 8 * oracle.first_s + 5.0
+    patience = 8 * oracle.first_s + 60.0
     for share in (0.95, 0.98, 0.99, 1.0):
         prompt = probe.stream(int(share * limit), 2)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from statistics import median
 
 from merestone.probe import streams
 from merestone.probe.context import Probe, gather
@@ -149,7 +148,8 @@ async def open_case(probe: Probe, check: Check) -> None:
 async def honest_counter(probe: Probe, check: Check) -> None:
     """The hit counter against the clock (rule 3): a prompt said to be restored must begin sooner.
 
-    A ratio on one machine, not a limit: half the time of a cold one, where cold takes 0.2 s.
+    A ratio on one machine, not a limit: half the time of a cold one, where cold takes 0.2 s. The
+    quickest of three stand for both: the others had to wait for something else.
     """
     length = 1000
     while True:
@@ -157,13 +157,13 @@ async def honest_counter(probe: Probe, check: Check) -> None:
             return
         prompt, salt = probe.stream(length, 1), probe.salt()
         colds = [await probe.cold(prompt, 1, stream=True) for _ in range(3)]
-        cold_s = median(reply.first_s for reply in colds)
+        cold_s = min(reply.first_s for reply in colds)
         if cold_s >= 0.2:
             break
         length *= 2
     await probe.send(prompt, 1, salt)
     warm = [await probe.send(prompt, 1, salt, stream=True) for _ in range(3)]
-    warm_s = median(reply.first_s for reply in warm)
+    warm_s = min(reply.first_s for reply in warm)
     check.note("tokens", length)
     check.note("cold s", cold_s)
     check.note("warm s", warm_s)
