@@ -63,13 +63,14 @@ class Findings:
 
 @dataclass
 class Soak:
-    """One run against one server. ``share`` of the requests is left at a random moment, another
-    one compared with a cold run."""
+    """One run against one server. A share ``disconnect`` of the requests is left at a random
+    moment, a share ``compare`` compared with a cold run: which ones is the seed's, not the time's.
+    """
 
     server: Server
     engine: LocalEngine
     traffic: Traffic
-    chance: Random
+    seed: int
     disconnect: float
     compare: float
     found: Findings = field(default_factory=Findings)
@@ -79,8 +80,8 @@ class Soak:
         left = iter(range(requests))
 
         async def client() -> None:
-            for _ in left:
-                await self._one()
+            for number in left:
+                await self._one(Random(f"{self.seed}/chance/{number}"))
                 self.found.requests += 1
                 if self.found.requests % EVERY == 0:
                     await self.look()
@@ -89,35 +90,37 @@ class Soak:
         await self._rest()
         await self.look()
 
-    async def _one(self) -> None:
+    async def _one(self, chance: Random) -> None:
         path, body = self.traffic.next()
-        fate, stream = self.chance.random(), self.chance.random() < 0.5
-        patience = self.chance.expovariate(1 / 0.15)
+        fate, stream = chance.random(), chance.random() < 0.5
+        patience = chance.expovariate(1 / 0.15)
         try:
             if fate < self.disconnect:
-                self.found.disconnects += await self._leave(path, body, stream, patience)
+                self.found.disconnects += await self._leave(path, body, stream, patience, chance)
             elif fate < self.disconnect + self.compare:
                 await self._compare(path, body)
             else:
-                await self._send(path, body, stream)
+                await self._send(path, body, stream, chance)
         except (Broken, Refused) as error:
             self.found.errors.append(f"{path}: {error}")
 
-    async def _send(self, path: str, body: dict[str, Any], stream: bool) -> None:
+    async def _send(self, path: str, body: dict[str, Any], stream: bool, chance: Random) -> None:
         reply = await self.server.generate(
             path, body, body["max_tokens"], body["cache_salt"], stream
         )
         self.found.prompt_tokens += reply.prompt_tokens or 0
         self.found.cached_tokens += reply.cached
-        if path == COMPLETIONS and reply.ids and self.chance.random() < 0.2:
+        if path == COMPLETIONS and reply.ids and chance.random() < 0.2:
             longer = {**body, "prompt": [*body["prompt"], *reply.ids, 1, 2, 3], "n": 1}
-            await self._send(path, longer, stream)
+            await self._send(path, longer, stream, chance)
 
-    async def _leave(self, path: str, body: dict[str, Any], stream: bool, after_s: float) -> bool:
+    async def _leave(
+        self, path: str, body: dict[str, Any], stream: bool, after_s: float, chance: Random
+    ) -> bool:
         """Close the connection at a random moment: in the queue, in a prefill, in a stream."""
         try:
             async with asyncio.timeout(after_s):
-                await self._send(path, body, stream)
+                await self._send(path, body, stream, chance)
         except TimeoutError:
             return True
         return False
@@ -184,8 +187,7 @@ def main(
         async def everything(url: str) -> tuple[Findings, int, dict[str, float]]:
             async with Server(url, model="soak") as server:
                 traffic = Traffic(seed, min(engine.info.vocab_size, 256))
-                chance = Random(f"{seed}/chance")
-                soak = Soak(server, engine, traffic, chance, disconnect, compare)
+                soak = Soak(server, engine, traffic, seed, disconnect, compare)
                 await soak.run(requests, clients)
                 status = (await server.get("/health"))["status"]
                 if status != "ok":

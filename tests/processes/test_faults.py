@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from fake_device import VOCAB, oracle
 from merestone.engine.device import DeviceLost
@@ -196,6 +197,26 @@ def test_a_start_that_fails_says_why(
         with pytest.raises(error, match=says):
             r.start()
         assert not r.pids()
+
+
+def test_the_last_words_of_a_rank_count_whenever_they_are_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll, stood = zmq.Socket.poll, []
+    with Ranked(tmp_path, start=False) as r:
+
+        def stands_still(self: zmq.Socket[bytes], *how: int) -> int:
+            if self is r.ranks.socket and r.ranks.hellos and not stood:
+                stood.append("when nothing had come, until the rank has ended")
+                eventually(lambda: r.ranks.watch.lost)
+                return 0
+            return poll(self, *how)
+
+        monkeypatch.setattr(zmq.Socket, "poll", stands_still)
+        r.strike(1, "refuse")
+        with pytest.raises(ValueError, match=r"^--memory is too small$"):
+            r.start()
+        assert stood
 
 
 def test_ranks_come_back_with_the_pool_that_they_had(tmp_path: Path) -> None:

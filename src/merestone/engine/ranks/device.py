@@ -44,9 +44,13 @@ from merestone.sched.plan import StepPlan, StepResult
 log = logging.getLogger("merestone.ranks")
 POLL_MS = 50
 """How long a loss may stay unnoticed by a waiting thread."""
+LAST_WORDS_MS = 200
+"""How long a message of a rank that has ended may be on its way."""
 BEHIND_S = 5.0
 """After one rank has failed in a step, the others get this long: they may wait for it for ever."""
 GRACE_S = 3.0
+REBIND_S = 30.0
+"""How long the port of a session that has ended may still be held, on a thread of the library."""
 
 
 class Ranks:
@@ -167,7 +171,7 @@ class Ranks:
         endpoint = f"ipc://{self.private}/plans-{self.sessions}"
         if self.options.master:
             endpoint = f"tcp://{self.address}:{self.options.master.rpartition(':')[2]}"
-        until = time.monotonic() + GRACE_S
+        until = time.monotonic() + (GRACE_S if self.sessions == 1 else REBIND_S)
         while True:
             found = self.context.socket(zmq.ROUTER)
             found.setsockopt(zmq.LINGER, 1000)
@@ -176,7 +180,6 @@ class Ranks:
                 found.bind(endpoint)
                 return found, endpoint
             except zmq.ZMQError as error:
-                # The port of the session before is let go on a thread of the library.
                 found.close(linger=0)
                 if time.monotonic() > until:
                     raise OSError(f"cannot listen on {endpoint}: {error}") from error
@@ -307,13 +310,14 @@ class Ranks:
         """
         assert self.socket is not None
         while True:
-            # What a rank said before it ended counts: look at messages first.
-            if self.socket.poll(POLL_MS):
+            # What a rank said before it ended counts: look at messages after its end is known.
+            lost = self.watch.lost
+            if self.socket.poll(POLL_MS if lost is None else LAST_WORDS_MS):
                 return self.decoder.decode(self.socket.recv_multipart()[1])
             if self.closed:
                 raise DeviceLost("the engine has stopped")
-            if self.watch.lost is not None:
-                raise self._loss(self.watch.lost)
+            if lost is not None:
+                raise self._loss(lost)
             if time.monotonic() > until:
                 late = min(set(range(self.options.tp)) - set(came))
                 raise self._loss(self.watch.declare(f"rank {late} {failing} in time"))
