@@ -221,7 +221,8 @@ class Porter:
     def _erase(self, order: Erase) -> None:
         names = [segment_name(address, self.rank) for address in order.addresses]
         tier = self.tiers[order.tier]
-        self.writers[order.tier].post(lambda: tier.erase(names), lambda done, error: None)
+        writer = self.writers[order.tier]
+        writer.post(lambda: tier.erase(names), lambda done, error: None, proof=False)
 
     # -- in -------------------------------------------------------------------------------------
 

@@ -64,12 +64,12 @@ class Clerk:
     def erase(self, addresses: Sequence[str]) -> None:
         names = [manifest_name(address) for address in addresses]
         if names:
-            self._lane.post(lambda: self.tier.erase(names), lambda _, error: None)
+            self._lane.post(lambda: self.tier.erase(names), lambda _, error: None, proof=False)
 
     def touch(self, address: str) -> None:
         recovered = self._recovered
         if recovered is not None:
-            self._lane.post(lambda: recovered.touch(address), lambda _, error: None)
+            self._lane.post(lambda: recovered.touch(address), lambda _, error: None, proof=False)
 
     def close(self) -> None:
         self._lane.close()

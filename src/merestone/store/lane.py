@@ -25,10 +25,17 @@ class Lane:
         self._failing = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def post(self, job: Callable[[], Value], done: Callable[[Value | None, str], None]) -> None:
+    def post(
+        self,
+        job: Callable[[], Value],
+        done: Callable[[Value | None, str], None],
+        *,
+        proof: bool = True,
+    ) -> None:
         """Run ``job``; then ``done`` with its value, or with None and the reason of its failure.
 
-        ``done`` runs on the lane's thread.
+        ``done`` runs on the lane's thread. ``proof``: whether a success shows that the tier works;
+        that something could be erased from a full one does not.
         """
 
         def run() -> None:
@@ -43,9 +50,10 @@ class Lane:
             except Exception:
                 reason = "failed"
                 log.exception("%s: %s", self._name, reason)
-            if self._failing and not reason:
+            if self._failing and proof and not reason:
                 log.info("%s: works again", self._name)
-            self._failing = reason
+            if reason or proof:
+                self._failing = reason
             done(value, reason)
 
         self._pool.submit(run)
