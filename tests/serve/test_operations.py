@@ -249,6 +249,26 @@ def test_shutdown_gives_clients_what_there_is(model_text: ModelText, stream: boo
     assert '"finish_reason":"abort"' in answers[0].text
 
 
+def test_shutdown_does_not_wait_for_half_a_body(
+    model_text: ModelText, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        serving(model_text) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client,
+    ):
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+        client.sendall(head + b'{"prompt":')
+        server.http.get("/health")
+        begun = time.monotonic()
+        server.shut_down()
+        client.settimeout(60)
+        answer = client.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    # Less than the five seconds after which the last connections are cut off.
+    assert time.monotonic() - begun < 4
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def test_an_address_in_use_is_one_error() -> None:
     listener = bind("127.0.0.1", 0)
     listener.listen()

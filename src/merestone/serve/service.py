@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -48,25 +49,35 @@ class Service:
         self.metrics = Metrics(engine)
         self.created = int(time.time())
         self._flights: set[Flight] = set()
+        self._uploads: set[asyncio.Task[bytes]] = set()
+        self._ending = False
 
     async def read(self, request: Request, kind: type[Parsed]) -> Parsed:
         """Read and validate a body.
 
         Raises:
-            ApiError: too large, not JSON, not valid, or for another model.
+            ApiError: too large, not JSON, not valid, for another model, or never at its end.
         """
-        data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > MAX_BODY:
-                raise ApiError(f"The body is larger than {MAX_BODY} bytes", status=413)
-        body = validate(bytes(data), kind)
+        body = validate(await self._upload(request), kind)
         if unknown := body.unknown():
             log.debug("fields that nobody reads: %s", ", ".join(unknown))
         model = getattr(body, "model", None)
         if model is not None:
             self.check_model(model)
         return body
+
+    async def _upload(self, request: Request) -> bytes:
+        """The bytes of a body, if they are there before the server ends."""
+        upload = asyncio.create_task(_bytes_of(request))
+        self._uploads.add(upload)
+        try:
+            return await upload
+        except asyncio.CancelledError:
+            if not self._ending:
+                raise
+            raise ApiError("the server ends", code="engine_unavailable", status=503) from None
+        finally:
+            self._uploads.discard(upload)
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served."""
@@ -113,7 +124,10 @@ class Service:
         return EventStream(chunks(flight), lambda: self._land(flight))
 
     def abort_all(self) -> None:
-        """End every open flight; its clients get what there is."""
+        """End every open flight; its clients get what there is. Nobody's body is waited for."""
+        self._ending = True
+        for upload in list(self._uploads):
+            upload.cancel()
         for flight in list(self._flights):
             flight.abort()
 
@@ -130,6 +144,15 @@ class Service:
     def _land(self, flight: Flight) -> None:
         flight.close()
         self._flights.discard(flight)
+
+
+async def _bytes_of(request: Request) -> bytes:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY:
+            raise ApiError(f"The body is larger than {MAX_BODY} bytes", status=413)
+    return bytes(data)
 
 
 def validate(data: bytes, kind: type[Parsed]) -> Parsed:
