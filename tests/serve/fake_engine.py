@@ -263,6 +263,6 @@ class FakeEngine:
             prompt_tokens=len(request.tokens),
             completion_tokens=len(choice.output),
             prompt_logprobs=scored,
-            timing=Timing(0.0, 0.001 if choice.output else None, 0.002),
+            timing=Timing(0.0, 0.001 * (1 + choice.number) if choice.output else None, 0.2),
             error=error,
         )

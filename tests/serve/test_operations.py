@@ -208,6 +208,14 @@ def test_one_log_line_a_request(server: Running, caplog: pytest.LogCaptureFixtur
     assert second.endswith("reason=length")
 
 
+def test_the_first_token_of_a_request_is_that_of_any_choice(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "merestone.request"):
+        server.client.completions.create(model="fake", prompt="a", max_tokens=4, n=3)
+    assert "output=12 ttft=0.001s total=0.200s" in caplog.text
+
+
 def test_api_key(model_text: ModelText) -> None:
     options = ServerOptions("fake", api_key="secret", cors_origins=("http://ui",))
     with serving(model_text, options) as server:

@@ -58,6 +58,8 @@ class _Progress:
     cache: CacheReport | None = None
     output: int = 0
     open: int = 0
+    first: float | None = None
+    """Seconds to the first token of any choice that has ended."""
     last: dict[int, float] = field(default_factory=dict)
 
 
@@ -129,6 +131,8 @@ class Flight:
                 case Finished():
                     step.finished = event
                     progress.open -= 1
+                    took = (progress.first, event.timing.first_token_s)
+                    progress.first = min((s for s in took if s is not None), default=None)
                     self._metrics.finished(event)
                     if not progress.open:
                         self._log(progress, event.reason, event)
@@ -153,7 +157,7 @@ class Flight:
         cache = progress.cache or CacheReport()
         total = len(progress.request.tokens)
         computed = total - cache.restored if progress.cache else 0
-        first = end.timing.first_token_s if end else None
+        first = progress.first
         log.info(
             "%s prompt=%d matched=%d restored=%d computed=%d output=%d ttft=%s total=%s "
             "reason=%s%s",
