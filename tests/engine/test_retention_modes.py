@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -168,10 +169,21 @@ def test_off_the_grid_the_gate_is_named_if_it_chose_the_grid(reason: str, lost: 
     assert account(h.ask(prompt[:96], 4))[:3] == (96, 96, "")
 
 
-def test_other_salts_are_told_apart() -> None:
-    h = Harness(small_spec(frames=300))
-    h.ask(stream(41, 1), 4, salt="one")
-    assert account(h.ask(stream(41, 1), 4, salt="two"))[:3] == (0, 0, "other_salt")
+@pytest.mark.parametrize("known", [0, 5])
+@pytest.mark.parametrize("retention", ["boundaries", "aligned:16"])
+def test_another_salt_changes_nothing_but_the_word_for_it(known: int, retention: str) -> None:
+    """What this salt knows of the prompt is said as if the other one were not there."""
+    prompt, reports = stream(41, 1), []
+    for other in (False, True):
+        h = Harness(small_spec(frames=300), retention=retention)
+        h.ask([*prompt[:known], *stream(41, 2)], 4, salt="mine")
+        if other:
+            h.ask(prompt, 4, salt="theirs")
+        end = h.ask(prompt, 4, salt="mine").finished()
+        assert end is not None
+        reports.append(end.cache)
+    assert (reports[0].matched, reports[0].elsewhere) == (known, False)
+    assert reports[1] == replace(reports[0], elsewhere=True)
 
 
 def test_marks_with_a_time_to_live_survive_what_fills_the_pool() -> None:

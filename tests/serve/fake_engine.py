@@ -162,12 +162,15 @@ class FakeEngine:
     def _match(self, request: GenerateRequest) -> CacheReport:
         if not request.cache or request.prompt_logprobs is not None:
             return CacheReport()
-        best = 0
+        best, elsewhere = 0, False
         for salt, tokens in self.cache:
-            if salt == request.salt and request.tokens[: len(tokens)] == tokens:
-                best = max(best, len(tokens))
+            if request.tokens[: len(tokens)] == tokens:
+                if salt == request.salt:
+                    best = max(best, len(tokens))
+                else:
+                    elsewhere = True
         if not best:
-            return CacheReport(lost="unknown")
+            return CacheReport(lost="unknown", elsewhere=elsewhere)
         kind = self.cache[request.salt, request.tokens[:best]]
         return CacheReport(best, best, kind)
 

@@ -170,6 +170,19 @@ def samples(server: Running) -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize("frank", [False, True])
+def test_what_another_salt_knows_is_said_to_the_operator_alone(
+    model_text: ModelText, frank: bool
+) -> None:
+    with serving(model_text, ServerOptions("fake", cache_tokens=frank)) as server:
+        for salt in ("one", "two"):
+            body = {"prompt": "hello", "max_tokens": 1, "cache_salt": salt}
+            answer = server.http.post("/v1/completions", json=body).json()
+        found = samples(server)
+    assert answer["usage"]["merestone"]["lost"] == ("other_salt" if frank else "unknown")
+    assert not [name for name in found if "other_salt" in name]
+
+
 def test_metrics(model_text: ModelText) -> None:
     with serving(model_text) as server:
         for prompt in ("hello", "hello", "hello world"):

@@ -78,7 +78,8 @@ class CacheReport:
     ``matched`` is the longest prefix that the cache knows or remembers, ``restored`` what was
     resumed from, at a boundary of ``kind`` (None: nothing). ``lost`` says why restored < matched,
     or why nothing matched; it is empty when nothing was lost. ``written``: how many tokens beyond
-    the restored ones the next request can resume from, at a boundary of this prompt.
+    the restored ones the next request can resume from, at a boundary of this prompt. None of these
+    depends on what others asked; ``elsewhere`` says that another salt knows more of the prompt.
     """
 
     matched: int = 0
@@ -86,6 +87,7 @@ class CacheReport:
     kind: str | None = None
     lost: str = ""
     written: int = 0
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,10 +134,13 @@ class Choice:
         seq = self.sequence
         # Choices beyond the first start from the first one's prompt, whatever the cache is.
         lost = seq.lost if self.cached or seq.restored else "disabled"
+        elsewhere = lost == "other_salt"
+        if elsewhere:  # for whoever may not know: as if the other salt were not there
+            lost = "no_boundary" if seq.matched else "unknown"
         if lost == "no_boundary" and seq.grid:
             lost = "too_short" if seq.matched < seq.grid else self.off_grid
         written = max(0, seq.written - seq.restored)
-        return CacheReport(seq.matched, seq.restored, seq.kind, lost, written)
+        return CacheReport(seq.matched, seq.restored, seq.kind, lost, written, elsewhere)
 
     def started(self, now: float) -> list[Event]:
         """The first event, once the sequence has been admitted."""

@@ -85,8 +85,7 @@ def stop_reason(info: EngineInfo, end: Finished) -> int | str | None:
 class Usage:
     """Token counts of a flight. Prompt tokens count once for all choices of a prompt.
 
-    Unless ``frank``, a client does not learn that another salt holds its prompt: it is then as
-    unknown as to anybody else.
+    Unless ``frank``, nothing differs for a client whether another salt holds its prompt or not.
     """
 
     def __init__(self, requests: Sequence[GenerateRequest], *, frank: bool) -> None:
@@ -115,7 +114,7 @@ class Usage:
                 "matched": c.matched,
                 "restored": c.restored,
                 "boundary": c.kind,
-                "lost": c.lost if self._frank or c.lost != "other_salt" else "unknown",
+                "lost": "other_salt" if self._frank and c.elsewhere else c.lost,
                 "written": c.written,
             }
             for c in reports
