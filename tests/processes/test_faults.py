@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -19,6 +20,7 @@ import zmq
 from fake_device import VOCAB, oracle
 from merestone.engine.device import DeviceLost
 from merestone.engine.facts import Facts
+from merestone.engine.ranks import device as ranks_device
 from merestone.engine.ranks.device import hold
 from merestone.engine.ranks.messages import RankOptions
 from merestone.engine.ranks.node import keep_ranks
@@ -216,6 +218,25 @@ def test_the_last_words_of_a_rank_count_whenever_they_are_heard(
         r.strike(1, "refuse")
         with pytest.raises(ValueError, match=r"^--memory is too small$"):
             r.start()
+        assert stood
+
+
+def test_results_that_came_while_we_stood_still_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll, now, stood = zmq.Socket.poll, time.monotonic, []
+    clock = SimpleNamespace(monotonic=lambda: now() + 1000 * len(stood), sleep=time.sleep)
+    with Ranked(tmp_path) as r:
+
+        def stands_still(self: zmq.Socket[bytes], *how: int) -> int:
+            if self is r.ranks.socket and not stood:
+                stood.append("when nothing had come, for longer than a step may take")
+                return 0
+            return poll(self, *how)
+
+        monkeypatch.setattr(ranks_device, "time", clock)
+        monkeypatch.setattr(zmq.Socket, "poll", stands_still)
+        assert r.ask(PROMPT).ids() == oracle(PROMPT, 8)
         assert stood
 
 

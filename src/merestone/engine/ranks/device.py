@@ -45,7 +45,7 @@ log = logging.getLogger("merestone.ranks")
 POLL_MS = 50
 """How long a loss may stay unnoticed by a waiting thread."""
 LAST_WORDS_MS = 200
-"""How long a message of a rank that has ended may be on its way."""
+"""How long a message may be on its way when nothing else is waited for."""
 BEHIND_S = 5.0
 """After one rank has failed in a step, the others get this long: they may wait for it for ever."""
 GRACE_S = 3.0
@@ -310,17 +310,19 @@ class Ranks:
         """
         assert self.socket is not None
         while True:
-            # What a rank said before it ended counts: look at messages after its end is known.
-            lost = self.watch.lost
-            if self.socket.poll(POLL_MS if lost is None else LAST_WORDS_MS):
+            # What was said before a rank ended, or while we stood still, counts: messages are
+            # looked at once more after it is known that there is nothing to wait for.
+            lost, over = self.watch.lost, time.monotonic() > until
+            if self.socket.poll(LAST_WORDS_MS if lost or over else POLL_MS):
                 return self.decoder.decode(self.socket.recv_multipart()[1])
             if self.closed:
                 raise DeviceLost("the engine has stopped")
             if lost is not None:
                 raise self._loss(lost)
-            if time.monotonic() > until:
+            if over:
                 late = min(set(range(self.options.tp)) - set(came))
-                raise self._loss(self.watch.declare(f"rank {late} {failing} in time"))
+                dead = self.processes.dead() if self.processes else None
+                raise self._loss(self.watch.declare(dead or f"rank {late} {failing} in time"))
 
     def report(self) -> dict[str, object]:
         """For ``/health``: where the ranks run, and how long ago each was heard."""
