@@ -104,6 +104,15 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
+_RANGES = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "top_k": (-1, 2**31 - 1),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelText:
     """The text side of a model. Without a template, chat requests are refused."""
@@ -140,8 +149,9 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
             raise TextError(f"{path}: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # named templates
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        named = [entry for entry in source if isinstance(entry, dict)]
+        found = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        source = found[-1] if found else None
     if source is not None and not isinstance(source, str):
         raise TextError(f"{directory}: chat_template is not a text")
     return source
@@ -150,7 +160,7 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _defaults(path: Path) -> SamplingDefaults:
     config = _read_json(path)
     found: dict[str, float] = {}
-    for key in ("temperature", "top_p", "min_p", "repetition_penalty", "top_k"):
+    for key, (least, most) in _RANGES.items():
         value = config.get(key)
         if value is None:
             continue
@@ -160,6 +170,8 @@ def _defaults(path: Path) -> SamplingDefaults:
             or not math.isfinite(value)
         ):
             raise TextError(f"{path}: {key} is not a number")
+        if not least <= value <= most:  # a request may not ask for it, either
+            raise TextError(f"{path}: {key} {value} is outside {least} to {most}")
         found[key] = value
     top_k = int(found.pop("top_k", 0))
     return SamplingDefaults(top_k=top_k, **found)
