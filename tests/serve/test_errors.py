@@ -15,6 +15,8 @@ from merestone.serve.protocol import ChatBody, CompletionBody
 
 USER = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+MARKED_PART = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+MARKED = {"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}
 
 COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": None}, "prompt"),
@@ -78,6 +80,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"guided_json": {"a": 1}}, "guided_json"),
     ({"cache_boundaries": [0]}, "cache_boundaries[0]"),
     ({"cache_boundaries": [3]}, "cache_boundaries"),
+    ({"cache_boundaries": [1] * 257}, "cache_boundaries"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"priority": 2**31}, "priority"),
     ({"prompt": ["a"] * 9, "n": 128}, "prompt"),
@@ -116,6 +119,8 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
         },
         "messages[0].tool_calls[0].function.arguments",
     ),
+    ({"messages": [MARKED] * 257}, "messages"),
+    ({"messages": [{"role": "user", "content": 257 * [MARKED_PART]}]}, "messages"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

@@ -21,6 +21,8 @@ SPARSE = (1, 2, 3, 5)
 """Of the ends of earlier turns, the n-th ones from the end that are kept: a client that drops its
 last messages and asks again resumes near there."""
 DEFAULT_TTL_S, LONGEST_TTL_S = 300.0, 86400.0
+MOST_MARKS = 256
+"""Marks of one request. Each is a rendering of the conversation up to it, or a seal."""
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -145,15 +147,21 @@ def marks_of(
     """The ``cache_control`` of messages, of their parts and of tools, in order.
 
     Raises:
-        ApiError: one that says something else than "ephemeral" and a time to live.
+        ApiError: one that says something else than "ephemeral" and a time to live; too many.
     """
-    found = []
+    found: list[Mark] = []
+
+    def add(mark: Mark) -> None:
+        if len(found) == MOST_MARKS:
+            raise ApiError(f"more than {MOST_MARKS} cache_control", "messages", "invalid_value")
+        found.append(mark)
+
     for i, tool in enumerate(tools):
         function = tool.get("function") or {}
         control = tool.get("cache_control") or function.get("cache_control")
         if control is not None:
             ttl_s = time_to_live(control, f"tools[{i}].cache_control")
-            found.append(Mark(0, ttl_s, tools=i + 1))
+            add(Mark(0, ttl_s, tools=i + 1))
     for i, message in enumerate(messages):
         content = message.get("content")
         parts = content if isinstance(content, list) else []
@@ -164,10 +172,10 @@ def marks_of(
                 path = f"messages[{i}].content[{j}].cache_control"
                 ttl_s = time_to_live(part["cache_control"], path)
                 last = j == len(parts) - 1
-                found.append(Mark(i + 1, ttl_s) if last else Mark(i, ttl_s, text))
+                add(Mark(i + 1, ttl_s) if last else Mark(i, ttl_s, text))
         if message.get("cache_control") is not None:
             ttl_s = time_to_live(message["cache_control"], f"messages[{i}].cache_control")
-            found.append(Mark(i + 1, ttl_s))
+            add(Mark(i + 1, ttl_s))
     return found
 
 

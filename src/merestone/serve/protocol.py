@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merestone.serve.boundaries import LONGEST_TTL_S, time_to_live
+from merestone.serve.boundaries import LONGEST_TTL_S, MOST_MARKS, time_to_live
 from merestone.serve.errors import ApiError, unsupported
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -147,7 +147,9 @@ class CompletionBody(Sampled):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
-    cache_boundaries: list[Annotated[int, Field(ge=1, lt=2**31)]] | None = None
+    cache_boundaries: (
+        Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(max_length=MOST_MARKS)] | None
+    ) = None
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
