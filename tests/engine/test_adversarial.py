@@ -332,7 +332,7 @@ def test_a_failing_action_strands_nobody_behind_it() -> None:
     h.engine.submit(request, reply.sink)
     h.engine.inbox.append(lambda: answered.set_result(1))
     h.engine.start()
-    h.engine.thread.join(5)
+    h.engine.thread.join(120)
     assert answered.done()
     assert reply.finished() is not None
 

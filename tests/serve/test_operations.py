@@ -280,13 +280,11 @@ def test_shutdown_does_not_wait_for_half_a_body(
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
         client.sendall(head + b'{"prompt":')
         server.http.get("/health")
-        begun = time.monotonic()
         server.shut_down()
         client.settimeout(60)
         answer = client.recv(4096)
     assert answer.startswith(b"HTTP/1.1 503 ")
-    # Less than the five seconds after which the last connections are cut off.
-    assert time.monotonic() - begun < 4
+    # Nor of tasks that had to be cancelled after five seconds more.
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
