@@ -99,6 +99,18 @@ def test_version_and_tiny(
     assert "no such file" in err
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SystemExit(1)])
+def test_a_server_that_cannot_print_its_address_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.console, "print", fail)
+    cli.announce("merestone at http://somewhere")
+    assert "http://somewhere" in caplog.text
+
+
 def test_without_a_command_there_is_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+log = logging.getLogger("merestone.serve")
 
 Made = TypeVar("Made")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -258,11 +259,17 @@ def serve(
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{listener.getsockname()[1]}"
         line = f"merestone {__version__}: {name} at {url}"
-        lost = run(
-            service, listener, grace, lambda: console.print(line, highlight=False, soft_wrap=True)
-        )
+        lost = run(service, listener, grace, lambda: announce(line))
     if lost is not None:
         raise Failure(lost, 1)
+
+
+def announce(line: str) -> None:
+    """Say where the server is. That nobody can read it is no reason to end."""
+    try:
+        console.print(line, highlight=False, soft_wrap=True)
+    except (OSError, SystemExit) as error:  # a full disk; rich, of a pipe that was closed
+        log.warning("%s (standard output: %r)", line, error)
 
 
 def _load(directory: Path, options: EngineOptions, shown: ServerOptions) -> Service:
