@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -17,15 +18,18 @@ import pytest
 from fake_engine import FakeEngine
 from live_server import Running, serving
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
 
 from merestone import __version__
 from merestone.engine.api import GenerateRequest
 from merestone.sched.plan import SamplingParams
 from merestone.serve import server as server_module
+from merestone.serve.errors import ApiError
 from merestone.serve.flight import Flight
 from merestone.serve.metrics import Metrics
+from merestone.serve.protocol import CompletionBody
 from merestone.serve.server import SWITCH_S, AddressRefused, bind
-from merestone.serve.service import ServerOptions
+from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import ModelText
 
 
@@ -286,6 +290,21 @@ def test_shutdown_does_not_wait_for_half_a_body(
     assert answer.startswith(b"HTTP/1.1 503 ")
     # Nor of tasks that had to be cancelled after five seconds more.
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_nothing_begins_after_everything_was_ended(model_text: ModelText) -> None:
+    """A body that comes then, or a prompt that was looked through meanwhile, is not waited for."""
+    engine = FakeEngine()
+    service = Service(engine, model_text, ServerOptions("fake"))
+    service.abort_all()
+    request = GenerateRequest("late", (1,), SamplingParams(), 4)
+    with pytest.raises(ApiError) as refused:
+        service.stream([request], lambda flight: pytest.fail("it began"))
+    assert refused.value.status == 503
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(service.read(Request({"type": "http"}), CompletionBody))
+    assert refused.value.status == 503
+    assert not engine.requests
 
 
 def test_an_address_in_use_is_one_error() -> None:

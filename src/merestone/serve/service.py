@@ -23,6 +23,7 @@ from merestone.serve.replies import EventStream, JsonResponse
 from merestone.serve.template import ModelText
 
 log = logging.getLogger("merestone.serve")
+ENDS = "the server ends"
 MAX_BODY = 64 << 20
 CLIENT_GONE = 499  # nobody reads this status; it is the usual one in logs
 Parsed = TypeVar("Parsed", bound=Body)
@@ -68,6 +69,7 @@ class Service:
 
     async def _upload(self, request: Request) -> bytes:
         """The bytes of a body, if they are there before the server ends."""
+        self._refuse_at_the_end()
         upload = asyncio.create_task(_bytes_of(request))
         self._uploads.add(upload)
         try:
@@ -75,9 +77,14 @@ class Service:
         except asyncio.CancelledError:
             if not self._ending:
                 raise
-            raise ApiError("the server ends", code="engine_unavailable", status=503) from None
+            raise unavailable(ENDS) from None
         finally:
             self._uploads.discard(upload)
+
+    def _refuse_at_the_end(self) -> None:
+        """Nobody would end what comes after everything was ended."""
+        if self._ending:
+            raise unavailable(ENDS)
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served."""
@@ -132,6 +139,7 @@ class Service:
             flight.abort()
 
     def _launch(self, requests: Sequence[GenerateRequest]) -> Flight:
+        self._refuse_at_the_end()
         health = self.engine.health()
         if health.get("status") != "ok":
             reason = health.get("reason") or "the engine is not running"
