@@ -21,15 +21,16 @@ def test_a_failure_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixtu
         raise KeyError("nobody's words")
 
     lane = Lane("merestone-tape-writer")
-    for job in [*2 * [lambda: fail("unreachable")], lambda: fail("full"), lambda: 7, crash]:
+    for job in [*2 * [lambda: fail("unreachable")], lambda: fail("full"), lambda: 7, crash, crash]:
         lane.post(lambda: None, lambda value, reason: None, proof=False)
         lane.post(job, lambda value, reason: done.append((value, reason)))
     lane.close()
-    reasons = ["unreachable", "unreachable", "full", "", "failed"]
+    reasons = ["unreachable", "unreachable", "full", "", "failed", "failed"]
     assert done == [(7 if not reason else None, reason) for reason in reasons]
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "merestone-tape-writer: unreachable (somebody's words)"),
         ("WARNING", "merestone-tape-writer: full (somebody's words)"),
         ("INFO", "merestone-tape-writer: works again"),
-        ("ERROR", "merestone-tape-writer: failed"),
+        ("ERROR", 'merestone-tape-writer: failed, KeyError("nobody\'s words") (see the traceback)'),
     ]
+    assert caplog.records[-1].exc_info

@@ -44,19 +44,22 @@ class Lane:
                 value = job()
             except StoreFault as fault:
                 reason = fault.reason
-                # Said once: while a tier is away, everything fails, over and over.
-                level = logging.DEBUG if reason == self._failing else logging.WARNING
-                log.log(level, "%s: %s (%s)", self._name, reason, fault)
-            except Exception:
+                self._say(reason, logging.WARNING, str(fault))
+            except Exception as error:  # our mistake, or a peer's that a library did not expect
                 reason = "failed"
-                log.exception("%s: %s", self._name, reason)
+                self._say(f"failed, {error!r}", logging.ERROR, "see the traceback", error)
             if self._failing and proof and not reason:
                 log.info("%s: works again", self._name)
-            if reason or proof:
-                self._failing = reason
+                self._failing = ""
             done(value, reason)
 
         self._pool.submit(run)
+
+    def _say(self, what: str, level: int, words: str, error: Exception | None = None) -> None:
+        """Once: while a tier is away, everything fails, over and over."""
+        level = logging.DEBUG if what == self._failing else level
+        log.log(level, "%s: %s (%s)", self._name, what, words, exc_info=error)
+        self._failing = what
 
     def close(self) -> None:
         """End after all that was posted."""
