@@ -91,7 +91,9 @@ def test_ranks_that_are_built_differently() -> None:
         ({"tp": 2, "nodes": 2}, "--master HOST:PORT"),
         ({"tp": 2, "master": "a:1"}, "--master HOST:PORT"),
         ({"on_loss": "retry"}, "--on-rank-loss 'retry'"),
-        ({"silence_s": 0.0}, "positive"),
+        ({"silence_s": 0.0}, "--rank-timeout, --step-timeout and --start-timeout"),
+        ({"step_s": float("nan")}, "--rank-timeout, --step-timeout and --start-timeout"),
+        ({"start_s": float("inf")}, "--rank-timeout, --step-timeout and --start-timeout"),
     ],
 )
 def test_options_are_refused_by_name(options: dict[str, object], says: str) -> None:
