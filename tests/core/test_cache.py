@@ -157,6 +157,40 @@ def test_a_duplicate_refreshes_what_is_there() -> None:
     assert kept.kind is Kind.TURN
 
 
+def test_a_request_that_runs_keeps_its_origin_recent() -> None:
+    """Whether it takes pages or writes into those that it has."""
+    cache = make()
+    origin = run(cache, 20)
+    lease = cache.lease("r", origin, 1)
+    assert cache.extend(lease, 21, 16, 5).deltas
+    assert origin.used == 5
+    assert not cache.extend(lease, 22, 16, 6).deltas
+    assert origin.used == 6
+
+
+def test_a_checkpoint_is_as_young_as_its_publication() -> None:
+    cache = make()
+    lease = cache.lease("r", None, 0)
+    cache.extend(lease, 20, 16, 0)
+    checkpoint = cache.seal(lease, tokens(20), 20, Kind.PROMPT, 0)
+    assert checkpoint is not None
+    cache.publish(checkpoint, 9)
+    assert (checkpoint.born, checkpoint.used) == (0, 9)
+
+
+def test_relatives_are_those_that_can_be_found() -> None:
+    """One that shares frames but is not published yet is its own step's to judge."""
+    cache = make()
+    origin, _ = run(cache, 20), run(cache, 20, 500)
+    lease = cache.lease("r", origin, 1)
+    cache.extend(lease, 23, 16, 1)
+    sealed = cache.seal(lease, tokens(23), 23, Kind.TURN, 1)
+    assert sealed is not None
+    assert cache.relatives(origin) == [origin]
+    cache.publish(sealed, 2)
+    assert cache.relatives(origin) == [origin, sealed]
+
+
 def test_no_room_for_a_hidden_row_is_no_failure() -> None:
     cache = Cache(CacheSpec(2, 1000, (GroupSpec("full", 8),), 16, 2, 1))
     lease = cache.lease("r", None, 0)

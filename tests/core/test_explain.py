@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from small_caches import make, run, tokens
 
-from merestone.core.cache import Cache
+from merestone.core.cache import Cache, CacheSpec
 from merestone.core.checkpoint import Kind, State
 from merestone.core.explain import explain
+from merestone.core.geometry import GroupSpec
 from merestone.core.graves import Graves
 from merestone.core.odds import Odds
 
@@ -36,6 +37,14 @@ def test_a_hole_in_the_window_is_named() -> None:
     assert cache.seal(lease, tokens(24), 17, Kind.MARK, 1) is None
     prompt = np.concatenate([tokens(17), tokens(9, 500)])
     assert why(cache, prompt) == (17, "window_hole")
+
+
+def test_no_room_for_a_hidden_row_is_named() -> None:
+    cache = Cache(CacheSpec(2, 1000, (GroupSpec("full", 8),), 16, 2, 1))
+    lease = cache.lease("r", None, 0)
+    cache.extend(lease, 12, 0, 0)
+    assert cache.seal(lease, tokens(12), 12, Kind.PROMPT, 0) is None
+    assert why(cache, tokens(15)) == (12, "no_room")
 
 
 def test_discarded_ones_say_why_and_reset_ones_are_unknown() -> None:
@@ -127,6 +136,7 @@ def test_kinds_that_are_never_met_go_first() -> None:
         run(cache, 30, first, Kind.RESPONSE)
         lease = cache.lease("r", run(cache, 20, first + 500, Kind.TURN), 1)
         cache.release(lease)
+    assert cache.shelf.odds.of(Kind.TURN, 0) > 0.5, "all were met again"
     small = make(frames=90)
     small.shelf.odds = cache.shelf.odds
     kept = [run(small, 20, 5000, Kind.TURN), run(small, 20, 6000, Kind.RESPONSE)]

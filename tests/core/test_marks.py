@@ -58,6 +58,17 @@ def test_a_hit_begins_the_time_anew() -> None:
     assert marked.until_s == 18.0
 
 
+def test_one_that_is_not_published_yet_can_be_marked() -> None:
+    cache = make(frames=60)
+    lease = cache.lease("r", None, 0)
+    cache.extend(lease, 20, 16, 0)
+    made = cache.seal(lease, tokens(20), 20, Kind.PROMPT, 0)
+    assert made is not None
+    cache.mark("r", tokens(20), 5.0)
+    cache.publish(made, 1)
+    assert cache.shelf.spared() == {made.id}
+
+
 def test_a_share_of_the_pool_is_all_that_marks_keep() -> None:
     cache = make(frames=60)
     held = run(cache, 5000).frames().size

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from merestone.core.audit import audit
-from merestone.core.cache import Cache, CacheSpec
+from merestone.core.cache import Cache, CacheSpec, OutOfFrames
 from merestone.core.checkpoint import Checkpoint, Kind, Lease
 from merestone.core.geometry import GroupSpec
 from merestone.core.policy import Cost, boundaries_to_seal, eviction_key, pass_end
@@ -189,6 +189,64 @@ def test_what_a_sibling_shared_counts_once_it_is_gone() -> None:
     cache.discard(first, "aborted")
     assert cache.own_bytes(second) == 225
     assert made[0].state == made[1].state == "published"
+
+
+def two_ends(cache: Cache, ends: dict[int, Kind]) -> list[Checkpoint]:
+    """One request's boundaries in one chunk, published."""
+    lease, rows = cache.lease("r", None, 0), max(ends)
+    cache.extend(lease, rows, rows // 8 * 8, 0)
+    made = [cache.seal(lease, np.arange(rows, dtype=np.int32), *end, 0) for end in ends.items()]
+    cache.release(lease)
+    for checkpoint in made:
+        assert checkpoint is not None
+        cache.publish(checkpoint, 0)
+    return [checkpoint for checkpoint in made if checkpoint is not None]
+
+
+def test_who_is_left_alone_with_a_page_goes_before_what_is_dearer() -> None:
+    """In the same call: seven tokens for their 225 bytes, which cost 25 beside the aligned six."""
+    cache = small_cache()
+    pair = two_ends(cache, {6: Kind.ALIGNED, 7: Kind.PROMPT})
+    (other,) = checkpoints(cache, [[50] * 4], [Kind.PROMPT])
+    cache.shelf.make_room(cache.free + 1)
+    assert [c.state for c in (*pair, other)] == ["dropped", "dropped", "published"]
+
+
+def test_neighbours_pay_for_the_anchor_that_they_share() -> None:
+    """Neither holds it alone, and both would seem to cost next to nothing, for ever."""
+    cache = small_cache()
+    pair = two_ends(cache, {9: Kind.PROMPT, 10: Kind.PROMPT})
+    (other,) = checkpoints(cache, [[50] * 3], [Kind.PROMPT])
+    cache.shelf.make_room(cache.free + 1)
+    assert [c.state for c in (*pair, other)] == ["dropped", "dropped", "published"]
+
+
+def test_an_anchor_of_ones_own_counts_once() -> None:
+    """Nine tokens for 525 bytes are dearer than two for 125."""
+    cache = small_cache()
+    made = checkpoints(cache, [[1] * 9, [2] * 2], [Kind.PROMPT] * 2)
+    assert evicted_first(cache, made) == 1
+
+
+def test_an_anchor_is_rewritten_if_only_evictable_ones_share_it() -> None:
+    """Where a fresh one finds no room: they go, and nobody else does."""
+    cache = small_cache(9)
+    lease, text = cache.lease("r", None, 0), np.arange(16, dtype=np.int32)
+    cache.extend(lease, 8, 8, 0)
+    kept = cache.seal(lease, text, 8, Kind.TURN, 0)
+    assert kept is not None
+    cache.publish(kept, 0)
+    other, wanted = checkpoints(cache, [[50] * 4, [60] * 4], [Kind.PROMPT] * 2)
+    cache.protect(wanted)
+    cache.protect(kept)
+    with pytest.raises(OutOfFrames):
+        cache.extend(lease, 16, 16, 1)
+    assert (kept.state, other.state) == ("published", "published")
+    cache.unprotect(kept)
+    old = lease.anchor_frames
+    assert cache.extend(lease, 16, 16, 1).advance_frames == old
+    assert (kept.state, other.state) == ("dropped", "published")
+    audit(cache, [lease])
 
 
 def test_use_outlives_value_only_for_a_while() -> None:
