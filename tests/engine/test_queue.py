@@ -101,6 +101,17 @@ def test_an_offer_must_be_deeper_and_comes_after_the_look_up() -> None:
     assert late.protects is deep
 
 
+def test_a_hole_in_a_window_is_not_started_from() -> None:
+    """No seal leaves one; if there is one all the same, it is dropped, and counted."""
+    cache = make()
+    short, deep = run(cache, 10), run(cache, 20)
+    first, frames = deep.pages["window"]
+    deep.pages["window"] = first + 1, frames[1:]
+    seq = sequence(tokens(30))
+    assert WaitingQueue(cache).find(seq).checkpoint is short
+    assert cache.counters.discards("window_hole") == 1
+
+
 def test_protection_is_given_up_from_the_tail() -> None:
     cache = make()
     run(cache, 10)
@@ -174,3 +185,6 @@ def test_waiting_and_the_lent_priority_end_with_their_reason() -> None:
     assert leader.rank[0] == 3
     queue.add(seq)
     assert not queue.still_waits(seq), "it begins anew"
+    assert queue.must_wait(seq, queue.find(seq), [leader])
+    assert not queue.must_wait(seq, queue.find(seq), [])
+    assert not queue.still_waits(seq)

@@ -132,7 +132,7 @@ class WaitingQueue:
         if not seq.matches:
             return False
         for leader in running:
-            if leader.root != seq.root or not leader.seals:
+            if leader.root != seq.root:
                 continue
             depth = self._shared_boundary(leader, seq, found.at)
             if depth:
