@@ -338,7 +338,7 @@ class Cache:
         deltas: list[PageDelta],
     ) -> None:
         first, frames = lease.pages[group.name]
-        kept = slice(min(move.begin - first, frames.size), move.changed - first)
+        kept = slice(move.begin - first, move.changed - first)
         fresh = self.pool.take(move.end - move.changed, lease.id, appender=lease.id)
         if move.copied:
             source = int(frames[move.changed - first])

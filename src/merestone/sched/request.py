@@ -98,7 +98,7 @@ class Sequence:
     @property
     def rank(self) -> tuple[int, int, int]:
         """Lower runs first. A leader runs at the priority of whoever waits for it."""
-        priority = self.priority if self.inherited is None else min(self.priority, self.inherited)
+        priority = self.priority if self.inherited is None else self.inherited
         return priority, self.arrival, self.choice
 
     @property
@@ -123,9 +123,9 @@ class Sequence:
         self.boundaries = self.boundaries[: bisect_right(self.boundaries, known, key=_at)]
 
     def stop_reason(self, known: int) -> tuple[str, int | None] | None:
-        """("stop", id) or ("length", None) if the last of ``known`` ids ends the answer."""
+        """("stop", id) or ("length", None) if the last of ``known`` ids, an output, ends it."""
         outputs = known - self.prompt
-        if outputs and outputs >= self.params.min_tokens:
+        if outputs >= self.params.min_tokens:
             last = int(self.buffer[known - 1])
             if last in self.stop_ids:
                 return "stop", last
@@ -136,12 +136,12 @@ class Sequence:
     def promised(self, cache: Cache) -> int:
         """Frames that its prompt (and a page) may still take."""
         assert self.lease is not None
-        need = cache.frames_needed(max(self.prompt, self.known) + 1)
+        need = cache.frames_needed(self.known + 1)
         return max(0, need - self.lease.held)
 
     def requeue(self) -> None:
         """Back to before admission; accepted outputs stay, as part of what is known."""
-        self.slot, self.computed, self.drafts, self.waits_for = -1, 0, 0, None
+        self.slot, self.computed, self.drafts = -1, 0, 0
         self.preemptions += 1
         self.scored.clear()
 
