@@ -255,6 +255,7 @@ def test_a_restored_request_that_never_ran_is_not_sealed() -> None:
     h.cache.reset()
     h.engine.abort("idle")
     h.drain()
+    assert 30 not in {c.at for c in h.cache.checkpoints()}
     assert mate.ids() == oracle(stream(100, 2), 4)
     at_rest(h)
 

@@ -6,6 +6,7 @@ import pytest
 
 from core.small_caches import make, run, tokens
 from engine.test_queue import sequence
+from merestone.core.cache import Match
 from merestone.core.checkpoint import Kind
 from merestone.sched.plan import SamplingParams, TokenLogprob
 from merestone.sched.request import Sequence
@@ -86,3 +87,35 @@ def test_what_it_started_from_is_no_row_to_seal_with() -> None:
     assert not seq.resumable
     seq.computed = 21
     assert seq.resumable
+
+
+@pytest.mark.parametrize(
+    ("known", "own", "changes", "junction"),
+    [
+        (35, 50, {}, False),
+        (36, 50, {}, True),
+        (36, 24, {}, False),
+        (40, 24, {}, True),
+        (36, 36, {}, False),
+        (36, 50, {"grid": 16}, False),
+        (60, 50, {"known": 60}, False),
+    ],
+)
+def test_a_junction_lies_a_chunk_above_every_boundary(
+    known: int, own: int, changes: dict[str, int], junction: bool
+) -> None:
+    """Above what it starts from and above its own below; and only where prompts really part."""
+    cache = make()
+    seq = sequence(tokens(70))
+    seq.boundaries = ((own, Kind.TURN),)
+    for name, value in changes.items():
+        setattr(seq, name, value)
+    seq.admit(Match(run(cache, 20), known, None, "no_boundary"), cache)
+    assert ((known, Kind.JUNCTION) in seq.boundaries) == junction
+    assert list(seq.boundaries) == sorted(seq.boundaries)
+
+
+def test_one_that_seals_nothing_has_no_boundary_ahead() -> None:
+    seq = sequence(tokens(9), seals=False)
+    assert seq.boundaries
+    assert (seq.above(0), seq.planned()) == ((), ())

@@ -68,9 +68,12 @@ def test_every_count_is_right_whatever_happens(actions, budget) -> None:
         manifest = draft(tokens)
         if action == "find":
             links = chain(tokens)
-            found = catalog.find(links, 0)
-            best = max((at for at in range(len(tokens) + 1) if links.at(at) in kept), default=0)
-            assert (found.at if found else 0) == best
+            there = [at for at in range(len(tokens) + 1) if links.at(at) in kept]
+            for above in (0, len(tokens) // 2, *(at + more for at in there for more in (-1, 0))):
+                deeper = [(at, links.at(at)) for at in reversed(there) if at > above]
+                assert list(catalog.boundaries(links, above)) == deeper
+                found = catalog.find(links, above)
+                assert (found.at if found else 0) == max((at for at, _ in deeper), default=0)
         elif action == "remove" and manifest.address in kept:
             disk -= set(catalog.remove(manifest.address))
             del kept[manifest.address]
