@@ -250,8 +250,9 @@ def test_a_restored_request_that_never_ran_is_not_sealed() -> None:
     h.ask(prompt, 1)
     mate = h.send(stream(100, 2), 4)  # its prefill takes every row of a step
     h.step()
-    h.send([*prompt, 7, 7, 7], 4, id="idle")
+    h.send([*prompt, *[7] * 20], 4, id="idle")
     h.step()
+    assert [seq.computed for seq in h.scheduler.running if seq.id == "idle"] == [30]
     h.cache.reset()
     h.engine.abort("idle")
     h.drain()

@@ -98,7 +98,7 @@ def test_what_it_started_from_is_no_row_to_seal_with() -> None:
         (40, 24, {}, True),
         (36, 36, {}, False),
         (36, 50, {"grid": 16}, False),
-        (60, 50, {"known": 60}, False),
+        (60, 30, {"known": 60}, False),
     ],
 )
 def test_a_junction_lies_a_chunk_above_every_boundary(

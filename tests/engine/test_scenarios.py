@@ -96,34 +96,6 @@ def test_without_cache_nothing_is_looked_up_or_left() -> None:
         assert h.cache.free == h.spec.frames
 
 
-def test_what_nobody_can_find_is_not_sealed() -> None:
-    """Neither on its way nor where it ends or is cut off; only to go on from where it made way."""
-    h = Harness(small_spec(frames=200), slots=1)
-    h.ask(stream(40, 1), 6, cache=False, boundaries=((20, "turn"),))
-    h.send(stream(40, 2), 30, cache=False, priority=5)
-    h.step(5)
-    urgent = h.send(stream(9, 3), 1, cache=False)
-    h.step(3)
-    assert urgent.finished() is not None
-    assert h.scheduler.counters["preemptions"] == 1
-    h.step(3)
-    h.engine.abort("r2")
-    h.drain()
-    assert h.cache.counters.sealed == {"aligned": 1}
-
-
-def test_prompts_that_do_not_fit_together_do_not_start_together() -> None:
-    """Each would fit alone: the second one waits, instead of being preempted by the first."""
-    h = Harness(small_spec(frames=60), slots=4, budget=16)
-    assert h.cache.frames_needed(70) <= 60 < 2 * h.cache.frames_needed(50)
-    replies = [h.send(stream(50, key), 2) for key in range(3)]
-    h.step()
-    assert len(h.scheduler.running) == 1
-    h.drain()
-    assert h.scheduler.counters["preemptions"] == 0
-    assert [len(reply.ids()) for reply in replies] == [2] * 3
-
-
 def test_single_flight_computes_a_shared_prefix_once() -> None:
     h = Harness(small_spec(frames=300), slots=8, budget=16)
     head = stream(64, 1)
