@@ -6,7 +6,7 @@ import pytest
 
 from engine.harness import Harness
 from engine.test_scenarios import stream
-from fake_device import small_spec
+from fake_device import oracle, small_spec
 
 
 def test_who_has_no_rows_makes_way_before_who_decodes() -> None:
@@ -79,3 +79,11 @@ def test_what_nobody_can_find_is_not_sealed() -> None:
     h.engine.abort("r2")
     h.drain()
     assert h.cache.counters.sealed == {"aligned": 1}
+
+
+def test_written_counts_boundaries_of_the_prompt_alone() -> None:
+    """Not those behind tokens of the answer, though they are kept as well."""
+    h, prompt = Harness(small_spec(frames=200)), stream(20, 1)
+    reply = h.ask(prompt, 8, ends=((oracle(prompt, 8)[2], "turn"),))
+    assert 23 in {c.at for c in h.cache.checkpoints()}
+    assert reply.finished().cache.written == 20

@@ -296,6 +296,22 @@ def test_a_poisoned_checkpoint_is_dropped_and_recomputed() -> None:
     assert h.scheduler.counters["not_finite"] == 1
 
 
+def test_with_a_poisoned_checkpoint_goes_all_that_shares_a_frame_with_it() -> None:
+    h, prompt = Harness(small_spec(frames=200)), stream(30, 1)
+    h.ask(prompt, 1)
+    h.ask([*prompt, 5], 4)
+    h.ask(stream(20, 9), 1)
+    origin = h.cache.match(("", ""), _array(prompt)).checkpoint
+    kin = h.cache.relatives(origin)
+    assert len(kin) > 2
+    reply = h.send([*prompt, 6], 4)
+    h.device.bad_slots = {0}
+    h.drain()
+    assert reply.ids() == oracle([*prompt, 6], 4)
+    assert {str(c.state) for c in kin} == {"dropped"}
+    assert h.ask(stream(20, 9), 1).restored == 20
+
+
 def test_decodes_go_on_beside_a_long_prefill() -> None:
     h = Harness(small_spec(frames=600), slots=4, budget=16)
     decodes = [h.send(stream(9, key), 60) for key in range(3)]
