@@ -80,6 +80,7 @@ def test_every_count_is_right_whatever_happens(actions, budget) -> None:
         elif action == "lose" and manifest.segments[0].address in catalog.segments:
             waste = catalog.lose([manifest.segments[0].address])
             disk -= set(waste.segments)
+            assert manifest.segments[0].address not in catalog.segments
             for address in waste.manifests:
                 del kept[address]
         elif action in ("write", "fail") and manifest.address not in catalog:
@@ -118,6 +119,50 @@ def test_the_least_recently_used_goes_first() -> None:
     assert missing_waste[1].manifests == [draft(two).address]
     catalog.budget = 10
     assert catalog.begin(draft([5] * 6)) is None
+
+
+def test_a_longer_one_of_the_same_chunk_is_not_found() -> None:
+    catalog = Catalog()
+    for size in (3, 5):
+        catalog.add(draft([1] * size))
+    assert list(catalog.boundaries(chain([1] * 3), 0)) == [(3, chain([1] * 3).at(3))]
+    assert list(catalog.boundaries(chain([1] * 4), 0)) == [(3, chain([1] * 3).at(3))]
+
+
+def test_a_budget_may_be_used_to_its_last_byte() -> None:
+    one, two, three = (draft([key] * 6) for key in range(3))
+    size = Catalog()
+    size.add(one)
+    catalog = Catalog(2 * size.total)
+    for manifest in (one, two):
+        begun = catalog.begin(manifest)
+        assert begun is not None
+        assert begun[1].manifests == []
+        catalog.commit(manifest.address)
+    catalog.budget = size.total
+    begun = catalog.begin(three)
+    assert begun is not None
+    assert begun[1].manifests == [one.address, two.address]
+
+
+def test_what_is_being_written_makes_no_room() -> None:
+    one, two = draft([1] * 6), draft([2] * 6)
+    size = Catalog()
+    size.add(one)
+    catalog = Catalog(2 * size.total - 1)
+    assert catalog.begin(one) is not None
+    assert catalog.begin(two) is None
+    catalog.commit(one.address)
+    assert catalog.begin(two) is not None
+
+
+def test_written_sizes_replace_the_estimates() -> None:
+    """In the bytes of the manifest, too."""
+    catalog, manifest = Catalog(), draft([1] * 6, size=70_000)
+    begun = catalog.begin(manifest)
+    assert begun is not None
+    catalog.complete(manifest, {address: (90, (bytes(16),)) for address in begun[0]})
+    audit_catalog(catalog)
 
 
 def test_manifests_are_strict() -> None:

@@ -58,3 +58,21 @@ def test_what_no_one_here_would_have_written(change: dict[str, object], good: bo
     assert (manifest.address in vault.manifests) == kept
     h.drain()
     h.check_vaults()
+
+
+def test_what_has_a_higher_anchor_in_memory_is_no_base() -> None:
+    """Accepted drafts ran past the one and not past the other: an anchor never goes back."""
+    spec = small_spec(160, drafts=3)
+    h = StoringHarness(spec, [Vault("disk")])
+    h.ask(tokens(40).tolist(), 4)
+    base = h.cache.match(ROOT, tokens(40)).checkpoint
+    assert base is not None
+    assert base.anchor == 40
+    low = blank([(part.address(chain()), 100) for part in parts_of(spec, 40, 32)], 1)
+    stored = h.desks[0].catalog.stored[chain().at(40)]
+    manifest = msgspec.structs.replace(stored, anchor=32, segments=low)
+    seq = sequence(np.append(tokens(40), 7).astype(np.int32), root=ROOT)
+    found = h.stores.fetches.fetch(seq, chain(), h.desks[0], manifest, base)
+    assert found is not None
+    assert found.base is None
+    assert list(found.parts) == [entry.address for entry in low]

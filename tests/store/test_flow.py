@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fake_device import small_spec
+from fake_device import oracle, small_spec
 from merestone.core.orders import Export, Import
 from merestone.sched.plan import StepPlan
 from merestone.store.desk import StoreSettings
@@ -69,6 +69,19 @@ def test_requests_that_want_the_same_share_one_import() -> None:
     h.drain()
     assert [reply.restored for reply in replies] == [40] * 4
     assert h.stores.stats()["store_imported"] == 1
+
+
+def test_an_import_shares_with_memory_only_what_is_complete_there() -> None:
+    """Of 10 tokens two pages: the third has two rows of four, and their anchor is another."""
+    vault = kept()
+    h = harness(vault)
+    h.ask(PROMPT[:10], 1)
+    reply = h.send(PROMPT, 4)
+    h.drain()
+    assert (reply.restored, reply.ids()) == (40, oracle(PROMPT, 4))
+    written = [s.part for p in h.device.plans for o in p.stores if isinstance(o, Import)
+               for s in o.segments]  # fmt: skip
+    assert sorted(written) == [*["anchor"] * 2, *["full"] * 8, "hidden"]
 
 
 def test_copies_of_a_step_are_bounded_both_ways() -> None:

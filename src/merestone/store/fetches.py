@@ -239,9 +239,10 @@ class Fetches:
             return
         fetching.checkpoint, fetching.stage = checkpoint, Stage.WRITING
         fetching.todo = [place(part, a, checkpoint) for a, part in fetching.parts.items()]
-        if base is not None:
-            shared = set(base.frames().tolist())
-            assert not any(s.frame in shared for s in fetching.todo if s.part != HIDDEN)
+        shared = set(base.frames().tolist()) if base else set()
+        fresh = set(checkpoint.frames().tolist()) - shared
+        written = {segment.frame for segment in fetching.todo if segment.part != HIDDEN}
+        assert written == fresh, "each fresh frame is written, and no other"
 
     def stepped(self, now: int) -> list[tuple[Checkpoint, Waiting]]:
         """The plan with the last orders was executed: publish what it completed."""
