@@ -8,6 +8,7 @@ from fake_device import oracle, small_spec
 from merestone.core.orders import Export, Import
 from merestone.sched.plan import StepPlan
 from merestone.store.desk import StoreSettings
+from merestone.store.fetches import Stage
 from merestone.store.manifest import decode
 from store.storing import StoringHarness, Vault
 
@@ -82,6 +83,133 @@ def test_an_import_shares_with_memory_only_what_is_complete_there() -> None:
     written = [s.part for p in h.device.plans for o in p.stores if isinstance(o, Import)
                for s in o.segments]  # fmt: skip
     assert sorted(written) == [*["anchor"] * 2, *["full"] * 8, "hidden"]
+
+
+def test_what_is_one_requests_own_stays_out_of_stores() -> None:
+    """Neither written nor asked for; nor is anything asked for one that may not start from it."""
+    vault = Vault("net")
+    h = harness(vault, shared=frozenset({"net"}))
+    asked = []
+    (desk,) = h.desks
+    find = desk.clerk.find
+    desk.clerk.find = lambda *call: (asked.append(call), find(*call))
+    for choices in (1, 2):
+        h.send(PROMPT, 30, cache=False, n=choices)
+        h.drain()
+    assert not (vault.puts or vault.manifests or asked)
+    h.ask(PROMPT, 4, prompt_logprobs=0)
+    assert vault.manifests
+    assert not asked
+    h.ask([*PROMPT[:30], 1, 2], 4)
+    assert len(asked) == 1
+
+
+def test_only_boundaries_of_the_kinds_chosen_are_written() -> None:
+    """Not what an aborted prefill leaves, which only memory keeps."""
+    vault = Vault("disk")
+    h = harness(vault, budget=16)
+    h.send(PROMPT, 4, id="cut")
+    h.step(2)
+    h.engine.abort("cut")
+    h.drain()
+    assert [str(c.kind) for c in h.cache.checkpoints()] == ["aligned"]
+    assert not vault.manifests
+
+
+def test_what_is_stored_is_not_written_again() -> None:
+    h = harness(Vault("disk"))
+    h.ask(PROMPT, 4, boundaries=((20, "turn"),))
+    h.ask([*PROMPT, 1, 2, 3], 4)
+    orders = [o for plan in h.device.plans for o in plan.stores if isinstance(o, Export)]
+    addresses = [segment.address for order in orders for segment in order.segments]
+    assert len(addresses) == len(set(addresses)) > 20
+
+
+def test_a_reset_reaches_a_manifest_that_is_being_written() -> None:
+    vault = Vault("disk")
+    h = harness(vault)
+    (desk,) = h.desks
+    h.send(PROMPT, 30)
+    while not desk.finishing:
+        h.step()
+    assert vault.manifests
+    h.engine.reset_cache()
+    h.engine.abort("r1")
+    h.drain()
+    h.check_vaults()
+    assert not [m for a, m in vault.manifests.items() if decode(m, a).at == 40]
+
+
+def test_the_export_of_what_memory_distrusts_ends() -> None:
+    """Its frames may be anybody's by the next step."""
+    vault = Vault("disk")
+    h = harness(vault, settings=StoreSettings(step_bytes=1024))
+    (desk,) = h.desks
+    h.send(PROMPT, 4)
+    while desk.job is None or len(desk.job.written) < 2:
+        h.step()
+    assert desk.job.todo
+    assert vault.cells
+    h.cache.discard(desk.job.checkpoint, "not_finite")
+    h.engine.abort("r1")
+    h.drain()
+    h.check_vaults()
+    assert not (vault.manifests or vault.cells), "what was written of it is erased"
+    assert h.stores.stats()["store_not_written"] == {"reset": 1}
+
+
+def test_nothing_is_fetched_for_one_that_has_gone() -> None:
+    h = harness(kept())
+    h.device.reports_held = True
+    h.send(PROMPT, 4)
+    h.step(2)
+    assert h.stores.fetches.reading
+    h.engine.abort("r1")
+    h.step(2)
+    assert not h.stores.fetches.pending
+    assert not h.device.fetched
+
+
+def test_a_request_is_held_back_until_it_is_over_or_late() -> None:
+    """Asked about it or not: a wait that nobody ends would keep the others from being unstuck."""
+    h = harness(kept())
+    h.device.reports_held = True
+    h.send(PROMPT, 4)
+    h.step(2)
+    imports = h.stores.imports
+    (visit,) = imports.visits.values()
+    assert h.stores.holding
+    imports.now = visit.deadline
+    assert not h.stores.holding
+    imports.now, visit.over = 0.0, True
+    assert not h.stores.holding
+
+
+def test_a_step_that_fails_with_the_last_of_an_import_publishes_nothing() -> None:
+    h = harness(kept())
+    reply = h.send(PROMPT, 4)
+    fetches = h.stores.fetches.by_address
+    while not any(f.stage is Stage.WRITING and len(f.todo) <= 3 for f in fetches.values()):
+        h.step()
+    h.device.fail_next = True
+    h.step()
+    assert h.engine.counters["failed_steps"] == 1
+    assert not list(h.cache.checkpoints())
+    h.drain()
+    assert reply.ids() == oracle(PROMPT, 4)
+    assert h.stores.stats()["store_missed"]["step_failed"] == 1
+
+
+def test_what_an_unreachable_tier_missed_is_written_later() -> None:
+    vault = Vault("disk", fault="unreachable")
+    h = harness(vault)
+    h.ask(PROMPT, 4)
+    assert not vault.manifests
+    vault.fault = ""
+    h.now += 60.0
+    h.drain()
+    assert len(vault.manifests) == 2
+    assert h.stores.stats()["store_not_written"] == {}
 
 
 def test_copies_of_a_step_are_bounded_both_ways() -> None:
