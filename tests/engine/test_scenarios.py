@@ -296,6 +296,17 @@ def test_a_poisoned_checkpoint_is_dropped_and_recomputed() -> None:
     assert h.scheduler.counters["not_finite"] == 1
 
 
+def test_a_slot_that_is_not_finite_publishes_nothing_of_its_step() -> None:
+    """Though the hidden row that was saved of it is finite."""
+    h = Harness()
+    reply = h.send(stream(30, 1), 4)
+    h.device.bad_slots = {0}
+    h.drain()
+    assert reply.finished().reason == "error"
+    assert not list(h.cache.checkpoints())
+    assert h.cache.counters.discards("not_finite") == 1
+
+
 def test_with_a_poisoned_checkpoint_goes_all_that_shares_a_frame_with_it() -> None:
     h, prompt = Harness(small_spec(frames=200)), stream(30, 1)
     h.ask(prompt, 1)

@@ -96,7 +96,7 @@ def test_what_is_one_requests_own_stays_out_of_stores() -> None:
     for choices in (1, 2):
         h.send(PROMPT, 30, cache=False, n=choices)
         h.drain()
-    assert not (vault.puts or vault.manifests or asked)
+    assert (vault.puts, vault.manifests, asked) == (0, {}, [])
     h.ask(PROMPT, 4, prompt_logprobs=0)
     assert vault.manifests
     assert not asked
@@ -154,7 +154,7 @@ def test_the_export_of_what_memory_distrusts_ends() -> None:
     h.engine.abort("r1")
     h.drain()
     h.check_vaults()
-    assert not (vault.manifests or vault.cells), "what was written of it is erased"
+    assert (vault.manifests, vault.cells) == ({}, {}), "what was written of it is erased"
     assert h.stores.stats()["store_not_written"] == {"reset": 1}
 
 
