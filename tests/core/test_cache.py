@@ -137,6 +137,17 @@ def test_impossible_seals_are_refused_and_counted(at: int, reason: str) -> None:
     assert cache.free == free
 
 
+def test_accepted_drafts_may_run_past_the_anchor_of_their_boundary() -> None:
+    """As far as one step can have verified, and no further: no boundary is lost to them."""
+    cache = Cache(CacheSpec(100, 1000, GROUPS, 16, 2, 4, drafts=3))
+    lease = cache.lease("r", None, 0)
+    cache.extend(lease, 15, 0, 0, drafts=3)
+    cache.commit(lease, 18)
+    for at in (16, 18):
+        assert cache.seal(lease, tokens(18), at, Kind.TURN, 0) is not None
+    audit(cache, [lease])
+
+
 def test_a_hole_in_the_window_refuses_the_seal() -> None:
     """A request restored at 24 has no window for 20, though the anchor would do."""
     cache = make()
