@@ -7,6 +7,7 @@ At the end each answer must be the oracle's, and only checkpoints may hold frame
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 from hypothesis import HealthCheck, Phase, settings
@@ -18,7 +19,8 @@ from fake_device import oracle, small_spec
 from merestone.core.audit import audit
 from merestone.sched.plan import SamplingParams
 
-STEPS = {"count": 0}
+MET: Counter[str] = Counter()
+"""What the scheduler counted in the examples of a crowded pool."""
 HEADS = [[random.Random(key).randrange(3) for _ in range(60)] for key in range(3)]
 
 
@@ -88,8 +90,25 @@ class EngineMachine(RuleBasedStateMachine):
         salt,
         priority,
     ):
+        self.ask(
+            head[:cut] + tail,
+            outputs,
+            stops,
+            least,
+            n,
+            marks,
+            cache=cache,
+            salt=salt,
+            priority=priority,
+            prompt_logprobs=scored,
+            ends=tuple((token, "reasoning") for token in ends),
+            life=life,
+        )
+
+    def ask(self, tokens, outputs, stops=(), least=0, n=1, marks=(), life=None, **options):
+        """Send a request, as far as it fits, and remember what its answers are."""
         limit = self.h.engine.info.context_limit
-        tokens = (head[:cut] + tail)[: max(1, limit - outputs)]
+        tokens = tokens[: max(1, limit - outputs)]
         if len(tokens) + outputs > limit:
             return
         marks = sorted({m for m in marks if m <= len(tokens)})
@@ -105,15 +124,11 @@ class EngineMachine(RuleBasedStateMachine):
             outputs,
             id=name,
             n=n,
-            cache=cache,
-            salt=salt,
-            priority=priority,
             stop_ids=stops,
             params=SamplingParams(min_tokens=least),
-            prompt_logprobs=scored,
             boundaries=tuple((m, "mark") for m in marks),
-            ends=tuple((token, "reasoning") for token in ends),
             lives=tuple((m, life) for m in marks) if life else (),
+            **options,
         )
         self.sent[name] = (tokens, answer, n, reply)
 
@@ -123,7 +138,6 @@ class EngineMachine(RuleBasedStateMachine):
         grid = self.h.engine.retention.grid
         for checkpoint in self.h.cache.checkpoints():
             assert not grid or checkpoint.at == checkpoint.anchor == checkpoint.at // grid * grid
-        STEPS["count"] += count
 
     @rule(data=st.data())
     def abort(self, data):
@@ -186,8 +200,51 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.h.cache.free == self.h.spec.frames
 
 
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(
+class CrowdedMachine(EngineMachine):
+    """A pool that holds the prompts of all who run, and not their answers: somebody makes way."""
+
+    @initialize(
+        frames=st.integers(16, 30),
+        chunk=st.sampled_from([4, 8]),
+        page=st.sampled_from([2, 4]),
+        open_page=st.sampled_from([1, 2]),
+        anchor_frames=st.integers(1, 2),
+        slots=st.integers(3, 4),
+        budget=st.integers(6, 40),
+        drafts=st.sampled_from([0, 0, 1, 3]),
+        overlap=st.booleans(),
+        tails=st.lists(st.integers(0, 2), min_size=3, max_size=6),
+    )
+    def build(self, frames, chunk, slots, budget, drafts, overlap, tails, **sizes):
+        spec = small_spec(frames * (1 + (drafts > 0)), chunk, drafts=drafts, **sizes)
+        self.h = Harness(spec, slots=slots, budget=budget, accuracy=0.9, overlap=overlap)
+        self.sent, self.aborted, self.failed = {}, set(), False
+        self.limit = self.h.engine.info.context_limit
+        for key, priority in enumerate(tails):
+            self.ask([key, *HEADS[0][: 3 * priority]], self.limit - 7, priority=priority)
+
+    @rule(
+        count=st.integers(3, 4),
+        head=st.sampled_from(HEADS),
+        cut=st.integers(1, 12),
+        outputs=st.integers(20, 60),
+        priorities=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+        salt=st.sampled_from(["", "x"]),
+    )
+    def crowd(self, count, head, cut, outputs, priorities, salt):
+        for key, priority in zip(range(count), priorities, strict=False):
+            tokens = [*head[:cut], key]
+            fits = max(1, min(outputs, self.limit - len(tokens)))
+            self.ask(tokens, fits, priority=priority, salt=salt)
+            self.h.step()
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "h"):
+            MET.update(self.h.scheduler.counters)
+
+
+SETTINGS = settings(
     max_examples=200,
     stateful_step_count=40,
     deadline=None,
@@ -196,3 +253,13 @@ TestEngine.settings = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = SETTINGS
+
+
+class TestCrowded(CrowdedMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(SETTINGS, max_examples=80)
+
+    def runTest(self):
+        super().runTest()
+        assert MET["preemptions"] > 50, "the pool was not crowded"
