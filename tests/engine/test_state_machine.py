@@ -262,4 +262,4 @@ class TestCrowded(CrowdedMachine.TestCase):  # type: ignore[misc, name-defined]
 
     def runTest(self):
         super().runTest()
-        assert MET["preemptions"] > 50, "the pool was not crowded"
+        assert MET["preemptions"] > 10, "the pool was not crowded"
