@@ -29,7 +29,7 @@ from rich.console import Console
 from merestone import __version__
 from merestone.engine.build import EngineOptions, build_engine, lend_ranks
 from merestone.engine.device import DeviceLost
-from merestone.engine.ranks.messages import RankOptions
+from merestone.engine.ranks.messages import LONGEST_S, RankOptions
 from merestone.models.tiny import ARCHITECTURES
 from merestone.probe.cli import probe
 from merestone.serve.explain import explain_retention
@@ -90,7 +90,6 @@ Stores = Annotated[
     list[str] | None,
     typer.Option(help="memory:SIZE, disk:DIR:SIZE or redis://..., fastest first; repeatable."),
 ]
-A_DAY = 86400.0
 LOCAL = "http://127.0.0.1:8000"
 BUNDLED = Path(__file__).parent.parent / "assets" / "merestone-tiny"
 """The model that is served when none is named."""
@@ -180,7 +179,7 @@ def serve(
     explain: Explain = False,
     store: Stores = None,
     store_wait: Annotated[
-        float, typer.Option(min=0, max=A_DAY, help="Seconds to wait for stores.")
+        float, typer.Option(min=0, max=LONGEST_S, help="Seconds to wait for stores.")
     ] = 2.0,
     tp: Tp = 1,
     dcp: Dcp = 1,
@@ -196,7 +195,7 @@ def serve(
     cache_tokens: CacheTokens = False,
     cors_origin: CorsOrigin = None,
     grace: Annotated[
-        float, typer.Option(min=0, max=A_DAY, help="Seconds to end requests in.")
+        float, typer.Option(min=0, max=LONGEST_S, help="Seconds to end requests in.")
     ] = 10.0,
     log_level: Annotated[str, typer.Option(envvar="MERESTONE_LOG_LEVEL")] = "info",
 ) -> None:
