@@ -44,7 +44,7 @@ def filled(
     return tables, {name: tables._part(buffer, name) for name in tables._places}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps(), st.sampled_from([4, 32, 64, 128]), st.sampled_from([0, 4]),
     st.sampled_from([0, 1, 40]), st.booleans(),
@@ -82,7 +82,7 @@ def test_every_row_has_its_place(
         ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_passes_cover_every_row_once_and_stay_within_two_chunks(works: list[Work]) -> None:
     _, t = filled(works, heads=4, pool=0, spare=3)

@@ -63,7 +63,7 @@ def test_parts_merge_to_the_whole(ranks: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_candidates_lead_to_the_whole_choice(data: st.DataObject) -> None:
     """Ties to the lowest pool, wherever it lies; a damaged part damages the choice."""
     ranks, run = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))

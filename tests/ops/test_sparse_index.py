@@ -13,7 +13,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_choose_breaks_ties_by_number(data: st.DataObject) -> None:
     pools = data.draw(st.integers(3, 30))
     k = data.draw(st.integers(1, 3))

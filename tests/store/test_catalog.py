@@ -61,7 +61,7 @@ def test_what_two_boundaries_share_has_one_address(tokens) -> None:
 
 @given(st.lists(st.tuples(TOKENS, st.sampled_from(["write", "fail", "remove", "lose", "find"])),
                 max_size=40), st.sampled_from([None, 2500, 6000]))  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_count_is_right_whatever_happens(actions, budget) -> None:
     catalog, kept, disk = Catalog(budget), {}, set()
     for tokens, action in actions:

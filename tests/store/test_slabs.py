@@ -98,7 +98,7 @@ class Tier(RuleBasedStateMachine):
 
 TestTier = Tier.TestCase
 TestTier.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=100, stateful_step_count=40, derandomize=True, database=None
 )
 
 
