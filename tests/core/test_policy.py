@@ -203,20 +203,18 @@ def two_ends(cache: Cache, ends: dict[int, Kind]) -> list[Checkpoint]:
     return [checkpoint for checkpoint in made if checkpoint is not None]
 
 
-def test_who_is_left_alone_with_a_page_goes_before_what_is_dearer() -> None:
-    """In the same call: seven tokens for their 225 bytes, which cost 25 beside the aligned six."""
+@pytest.mark.parametrize(
+    ("ends", "size"),
+    [({6: Kind.ALIGNED, 7: Kind.PROMPT}, 4), ({9: Kind.PROMPT, 10: Kind.PROMPT}, 3)],
+    ids=["a page", "an anchor"],
+)
+def test_neighbours_pay_for_what_they_share(ends: dict[int, Kind], size: int) -> None:
+    """Both go before what is dearer. Left alone with a page, in the same call: seven tokens for
+    their 225 bytes, which cost 25 beside the aligned six. An anchor: neither holds it alone, and
+    both would seem to cost next to nothing, for ever."""
     cache = small_cache()
-    pair = two_ends(cache, {6: Kind.ALIGNED, 7: Kind.PROMPT})
-    (other,) = checkpoints(cache, [[50] * 4], [Kind.PROMPT])
-    cache.shelf.make_room(cache.free + 1)
-    assert [c.state for c in (*pair, other)] == ["dropped", "dropped", "published"]
-
-
-def test_neighbours_pay_for_the_anchor_that_they_share() -> None:
-    """Neither holds it alone, and both would seem to cost next to nothing, for ever."""
-    cache = small_cache()
-    pair = two_ends(cache, {9: Kind.PROMPT, 10: Kind.PROMPT})
-    (other,) = checkpoints(cache, [[50] * 3], [Kind.PROMPT])
+    pair = two_ends(cache, ends)
+    (other,) = checkpoints(cache, [[50] * size], [Kind.PROMPT])
     cache.shelf.make_room(cache.free + 1)
     assert [c.state for c in (*pair, other)] == ["dropped", "dropped", "published"]
 

@@ -48,6 +48,13 @@ def watch(tmp_path: Path, clock: Clock) -> Iterator[Watch]:
     context.destroy(linger=0)
 
 
+def pass_by(watch: Watch, clock: Clock, seconds: float) -> None:
+    """Let time pass, and the watch look at its clock."""
+    looked = watch.attention.now
+    clock.now += seconds
+    eventually(lambda: watch.attention.now > looked)
+
+
 def test_a_watch_that_stood_still_does_not_blame_a_rank(watch: Watch, clock: Clock) -> None:
     """It may wake before it can read what came meanwhile: here nothing comes at all."""
     with watch.socket.context.socket(zmq.DEALER) as line:
@@ -55,21 +62,19 @@ def test_a_watch_that_stood_still_does_not_blame_a_rank(watch: Watch, clock: Clo
         line.send(msgspec.msgpack.encode(Pulse(0, "session")))
         eventually(watch.ages)
 
-    def pass_by(seconds: float) -> None:
-        looked = watch.attention.now
-        clock.now += seconds
-        eventually(lambda: watch.attention.now > looked)
+    def look_after(seconds: float) -> None:
+        pass_by(watch, clock, seconds)
         hear = len(heard)
         eventually(lambda: len(heard) > hear + 1)  # and the loss, if there is one, was looked for
 
     heard: list[None] = []
     once = watch._hear
     watch._hear = lambda: (heard.append(None), once())[1]  # type: ignore[method-assign]
-    pass_by(100.0)
+    look_after(100.0)
     for _ in range(4):
-        pass_by(0.5)
+        look_after(0.5)
         assert watch.lost is None
-    pass_by(0.5)
+    look_after(0.5)
     assert watch.lost == "rank 0 was silent for 3 s"
 
 
@@ -77,8 +82,6 @@ def test_a_rank_that_never_said_a_word_is_silent(watch: Watch, clock: Clock) -> 
     """It may freeze between its report for work and its first sign of life."""
     watch.ready([0])
     for _ in range(6):
-        looked = watch.attention.now
-        clock.now += 0.6
-        eventually(lambda at=looked: watch.attention.now > at)
+        pass_by(watch, clock, 0.6)
     eventually(lambda: watch.lost)
     assert watch.lost == "rank 0 was silent for 3 s"
