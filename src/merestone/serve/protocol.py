@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merestone.serve.boundaries import LONGEST_TTL_S, MOST_MARKS, time_to_live
 from merestone.serve.errors import ApiError, unsupported
+from merestone.serve.template import RANGES
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,6 +65,11 @@ class Body(BaseModel):
         return sorted(set(extra) - ACCEPTED)
 
 
+def _within(name: str) -> Any:
+    least, most = RANGES[name]
+    return Field(ge=least, le=most)
+
+
 class StreamOptions(Body):
     """Usage in a stream: once at the end, or with every chunk."""
 
@@ -75,11 +81,11 @@ class Sampled(Body):
     """What both dialects say about sampling and the cache. None is the default of each."""
 
     model: str | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(ge=0.01, le=100)] | None = None
+    temperature: Annotated[Finite, _within("temperature")] | None = None
+    top_p: Annotated[Finite, _within("top_p"), Field(gt=0)] | None = None
+    top_k: Annotated[int, _within("top_k")] | None = None
+    min_p: Annotated[Finite, _within("min_p")] | None = None
+    repetition_penalty: Annotated[Finite, _within("repetition_penalty")] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None

@@ -104,13 +104,14 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-_RANGES = {
+RANGES = {
     "temperature": (0, 2),
     "top_p": (0, 1),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
     "top_k": (-1, 2**31 - 1),
 }
+"""Least and most that a request or a model directory may say. (A request's top_p is above 0.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _defaults(path: Path) -> SamplingDefaults:
     config = _read_json(path)
     found: dict[str, float] = {}
-    for key, (least, most) in _RANGES.items():
+    for key, (least, most) in RANGES.items():
         value = config.get(key)
         if value is None:
             continue
