@@ -56,6 +56,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"007": 1}}, "logit_bias"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
     ({"logit_bias": []}, "logit_bias"),
     ({"seed": "x"}, "seed"),
     ({"seed": 2**64}, "seed"),
@@ -156,7 +157,7 @@ def refused(server: Running, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(("change", "param"), COMPLETIONS, ids=repr)
+@pytest.mark.parametrize(("change", "param"), COMPLETIONS, ids=lambda value: repr(value)[:80])
 def test_completions(server: Running, change: dict[str, Any], param: str | None) -> None:
     assert refused(server, "/v1/completions", {"prompt": "ab", **change})["param"] == param
     assert not server.engine.requests

@@ -113,8 +113,9 @@ def process(row: Tensor, params: SamplingParams, *, prompt: Tensor, output: Tens
     if params.presence_penalty or params.frequency_penalty:
         counts = torch.bincount(output, minlength=size).float()
         row -= counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
-    for token, bias in params.logit_bias:
-        row[token] += bias
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row[list(ids)] += row.new_tensor(biases)
     if params.banned and output.shape[0] < params.min_tokens:
         row[list(params.banned)] = -math.inf
     return row

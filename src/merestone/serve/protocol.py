@@ -70,6 +70,11 @@ def _within(name: str) -> Any:
     return Field(ge=least, le=most)
 
 
+Bias = Annotated[Finite, Field(ge=-100, le=100)]
+MOST_BIASES = 1024
+"""They are added for every token anew, and every stream waits for it."""
+
+
 class StreamOptions(Body):
     """Usage in a stream: once at the end, or with every chunk."""
 
@@ -88,7 +93,7 @@ class Sampled(Body):
     repetition_penalty: Annotated[Finite, _within("repetition_penalty")] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=32)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
