@@ -226,11 +226,12 @@ def test_results_that_came_while_we_stood_still_count(
 ) -> None:
     poll, now, stood = zmq.Socket.poll, time.monotonic, []
     clock = SimpleNamespace(monotonic=lambda: now() + 1000 * len(stood), sleep=time.sleep)
-    with Ranked(tmp_path) as r:
+    with Ranked(tmp_path, tp=1) as r:
 
         def stands_still(self: zmq.Socket[bytes], *how: int) -> int:
             if self is r.ranks.socket and not stood:
                 stood.append("when nothing had come, for longer than a step may take")
+                eventually(lambda: poll(self, 0))  # meanwhile it does
                 return 0
             return poll(self, *how)
 
@@ -285,8 +286,10 @@ def test_a_loss_before_anybody_listens_is_told_to_who_does(tmp_path: Path) -> No
     assert "rank 1" in said[0]
 
 
-def test_ranks_lost_again_before_they_are_said_to_be_back(tmp_path: Path) -> None:
-    """Whoever is told of a return last would plan for ranks that are gone."""
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_lost_again_before_they_are_said_to_be_back(tmp_path: Path, late: bool) -> None:
+    """Whoever is told of a return last would plan for ranks that are gone. ``late``: the first
+    return is about to be said when the second loss is over, too."""
     said: list[str] = []
     with Ranked(tmp_path, start=False, on_loss="restart") as r:
         start = r.ranks.start
@@ -298,13 +301,15 @@ def test_ranks_lost_again_before_they_are_said_to_be_back(tmp_path: Path) -> Non
             if len(said) == 1:
                 os.kill(r.pids()[1], signal.SIGKILL)
                 eventually(lambda: len(said) == 2)
+                eventually(lambda: not late or (r.ranks.sessions == 3 and r.ranks.up))
             return facts
 
         r.ranks.start = struck_again  # type: ignore[method-assign]
         os.kill(r.pids()[1], signal.SIGKILL)
         eventually(lambda: r.ranks.sessions == 3 and r.ranks.up)
-        assert r.ranks.anew is not None
-        r.ranks.anew.join(BOUND_S)
+        for thread in threading.enumerate():
+            if thread.name == "merestone-anew":
+                thread.join(BOUND_S)
         assert said == ["lost", "lost", "back"]
 
 

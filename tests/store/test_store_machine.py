@@ -168,19 +168,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.settle()
 
 
-TestStores = StoreMachine.TestCase
-TestStores.settings = settings(
-    max_examples=120,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+class TestStores(StoreMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(
+        max_examples=120,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
-
-def test_the_machine_met_everything() -> None:
-    """Runs after the machine: what it is there for has happened."""
-    missing = [name for name in ("imported", "written", "damage") if not SEEN[name]]
-    assert not missing, SEEN
+    def runTest(self):
+        super().runTest()
+        # What the machine is there for has happened.
+        missing = [name for name in ("imported", "written", "damage") if not SEEN[name]]
+        assert not missing, SEEN

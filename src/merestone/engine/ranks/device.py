@@ -239,7 +239,8 @@ class Ranks:
             self._tell(text, False)
         else:
             with self.turn:
-                if self.up:  # else they are lost again, which was said already
+                # Else they were lost again, which was said; what came then, a later thread says.
+                if self.up and self.anew is threading.current_thread():
                     log.info("the ranks are back, with an empty cache")
                     self.told = None
                     self.on_back()
