@@ -142,6 +142,7 @@ class Sequence:
     def requeue(self) -> None:
         """Back to before admission; accepted outputs stay, as part of what is known."""
         self.slot, self.computed, self.drafts = -1, 0, 0
+        self.inherited = None
         self.preemptions += 1
         self.scored.clear()
 
