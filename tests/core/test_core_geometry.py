@@ -133,6 +133,7 @@ def test_owners_deal_out_every_page(shard: int, page: int, interleave: int) -> N
         (GroupSpec("mtp", 8, lag=1), 9, 0, (0, 8), (0, 1)),
         (GroupSpec("mtp", 8, lag=1), 10, 0, (0, 9), (0, 2)),
         (GroupSpec("mtp", 8, lag=1), 1, 0, (0, 0), (0, 0)),
+        (GroupSpec("mtp", 8, lag=1), 0, 0, (0, 0), (0, 0)),
         (GroupSpec("window", 4, window=6), 21, 16, (15, 21), (3, 6)),
         (GroupSpec("window", 4, window=6), 5, 0, (0, 5), (0, 2)),
         (GroupSpec("open", 4, open=True), 21, 16, (16, 21), (4, 6)),

@@ -32,7 +32,7 @@ def test_auto_keeps_boundaries_only_where_nothing_stands_against_them(setup: Set
     safe = setup.store != "aligned" and setup.proven
     retention, reason = choose(setup, 64)
     assert retention == (Retention("boundaries") if safe else Retention("aligned", DEFAULT_GRID))
-    assert reason
+    assert reason not in ("", "as asked for"), "auto names what it looked at"
     assert bool(obstacles(setup)) != safe
 
 
@@ -66,7 +66,11 @@ def test_boundaries_asked_for_are_refused_rather_than_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", ["", "aligned", "aligned:", "aligned:0", "aligned:100", "aligned:-64", "none:64", "x"]
+    "asked",
+    [
+        *("", "aligned", "aligned:", "aligned:0", "aligned:100", "aligned:-64", "none:64", "x"),
+        *("aligned:\uff16\uff14", "aligned:\u00b2"),
+    ],
 )
 def test_what_does_not_exist_is_refused_by_name(asked: str) -> None:
     with pytest.raises(GateRefusal, match="--retention"):
@@ -75,11 +79,21 @@ def test_what_does_not_exist_is_refused_by_name(asked: str) -> None:
 
 @pytest.mark.parametrize("setup", EVERYTHING, ids=str)
 def test_the_table_says_what_the_gate_does(setup: Setup) -> None:
-    here = [row for row in table(setup) if row[3]]
-    reasons = [why for _, _, why, _ in here if why]
+    rows = table(setup)
+    assert [condition for condition, *_ in rows] == [
+        *(f"speculation {name}" for name in SPECULATION),
+        *(f"store {name}" for name in STORES),
+        *(f"TP {tp}, DCP {dcp}" for tp, dcp in sorted(PROVEN_LAYOUTS)),
+        "other layouts",
+    ]
+    here = {condition: (kept, why) for condition, kept, why, holds in rows if holds}
+    layout = f"TP {setup.tp}, DCP {setup.dcp}" if setup.proven else "other layouts"
+    assert list(here) == [f"speculation {setup.speculation}", f"store {setup.store}", layout]
+    assert here[layout][1] == ("" if setup.proven else "no test proves their boundaries")
+    reasons = [why for _, why in here.values() if why]
     assert len(reasons) == len(obstacles(setup))
-    kept = {retention for _, retention, _, _ in here}
-    assert (f"aligned:{DEFAULT_GRID}" in kept) == (choose(setup, 64)[0].mode == "aligned")
+    wanted = {"boundaries", f"aligned:{DEFAULT_GRID}"} if reasons else {"boundaries"}
+    assert {kept for kept, _ in here.values()} == wanted
 
 
 def test_the_layouts_that_tests_prove() -> None:

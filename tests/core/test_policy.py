@@ -37,12 +37,25 @@ from merestone.core.policy import Cost, boundaries_to_seal, eviction_key, pass_e
             ],
             ((3, Kind.INSTRUCTION), (7, Kind.TURN), (9, Kind.PROMPT)),
         ),
+        (
+            9,
+            [(7, Kind.INSTRUCTION), (1, Kind.TURN)],
+            ((1, Kind.TURN), (7, Kind.INSTRUCTION), (9, Kind.PROMPT)),
+        ),
+        (1, [], ((1, Kind.PROMPT),)),
     ],
 )
 def test_boundaries_to_seal(
     prompt: int, wanted: list[tuple[int, Kind]], chosen: tuple[tuple[int, Kind], ...]
 ) -> None:
     assert boundaries_to_seal(prompt, wanted) == chosen
+
+
+@pytest.mark.parametrize(("prompt", "chosen"), [(3, []), (4, [4]), (7, [4]), (8, [4, 8])])
+def test_on_a_grid_its_multiples_are_all_there_are(prompt: int, chosen: list[int]) -> None:
+    assert boundaries_to_seal(prompt, [(2, Kind.TURN)], 4) == tuple(
+        (at, Kind.ALIGNED) for at in chosen
+    )
 
 
 def seals(start: int, end: int, chunk: int, boundaries: tuple[int, ...]) -> bool:
@@ -93,6 +106,9 @@ def test_passes_seal_every_boundary_and_are_few(known: int, budget: int) -> None
         (448, 512, 1000, [1000], 512),
         (490, 500, 1000, [1000], 500),
         (0, 500, 1000, [480, 1000], 500),
+        # Not itself a boundary: outputs before it, or a request that keeps nothing.
+        (0, 1000, 1000, [], 1000),
+        (0, 1000, 1000, [970], 1000),
     ],
 )
 def test_where_a_pass_ends(
