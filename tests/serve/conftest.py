@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Running, serving
+from live_server import Running, serving, wait_for
 
 from merestone.models.tiny_tokenizer import tokenizer_files
 from merestone.serve.template import ModelText, load_text
@@ -28,8 +28,9 @@ def session_server(model_text: ModelText) -> Iterator[Running]:
 
 @pytest.fixture
 def server(session_server: Running) -> Running:
-    """The shared server, with a fresh memory."""
+    """The shared server, with a fresh memory, once what the last test's clients left has ended."""
     engine = session_server.engine
+    wait_for(lambda: engine.idle, "somebody's request does not end")
     engine.requests.clear()
     engine.aborted.clear()
     engine.replies.clear()

@@ -86,6 +86,11 @@ class FakeEngine:
         self._stop = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._running
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         if self.stops:
             raise EngineRefusal(STOPPED, "the engine has stopped")

@@ -53,12 +53,22 @@ def serving(text: ModelText, options: ServerOptions | None = None) -> Iterator[R
     def shut_down() -> None:
         server.should_exit = True
 
-    with (
-        httpx.Client(base_url=url, timeout=120) as http,
-        openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client,
-    ):
-        yield Running(url, engine, text, http, client, shut_down)
-    engine.hold = ""
-    shut_down()
-    thread.join(120)
+    try:
+        with (
+            httpx.Client(base_url=url, timeout=120) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client,
+        ):
+            yield Running(url, engine, text, http, client, shut_down)
+    finally:
+        engine.hold = ""
+        shut_down()
+        thread.join(120)
     assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """Wait until it is so; ``what`` is said where it never is."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)

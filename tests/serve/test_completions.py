@@ -211,3 +211,15 @@ def test_engine_errors_are_answers(server: Running) -> None:
     assert answer.status_code == 200
     assert "the state is not finite" in answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_ends_the_other_prompts_of_its_call_before_it_is_told(
+    server: Running, stream: bool
+) -> None:
+    server.engine.fail_next, server.engine.step_seconds = "the state is not finite", 0.01
+    body = {"prompt": ["a", "b"], "max_tokens": 4000, "stream": stream}
+    answer = server.http.post("/v1/completions", json=body)
+    assert "the state is not finite" in answer.text
+    _, other = server.engine.requests
+    assert server.engine.aborted == [other.id]

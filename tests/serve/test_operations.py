@@ -10,13 +10,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 from fake_engine import FakeEngine
-from live_server import Running, serving
+from live_server import Running, serving, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
@@ -31,13 +30,6 @@ from merestone.serve.protocol import CompletionBody
 from merestone.serve.server import SWITCH_S, AddressRefused, bind
 from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import ModelText
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
 
 
 def raw_call(server: Running, path: str, body: dict[str, Any]) -> socket.socket:

@@ -35,7 +35,8 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events; ``close`` is called when they end or the client goes, at any moment."""
+    """Server-sent events; ``close`` is called before their end is sent, and again behind it or
+    when the client goes, at any moment."""
 
     media_type = "text/event-stream"
 
@@ -58,14 +59,18 @@ class EventStream(Response):
             body = b"data: " + data + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
+        failure: ApiError | None = None
         try:
             async for chunk in self._chunks:
                 await event(to_json(chunk))
         except ApiError as error:  # the status line is long gone
-            await event(to_json(error.body()))
+            failure = error
         except Exception:
             log.exception("a stream failed")
-            await event(to_json(ApiError("internal error", status=500).body()))
+            failure = ApiError("internal error", status=500)
+        self._close()  # whoever reads the end knows that nothing of it runs
+        if failure is not None:
+            await event(to_json(failure.body()))
         await event(b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
