@@ -141,7 +141,8 @@ class Probe:
             evicted, kept = (total(samples, _EVICTED) or 0.0) - start, total(samples, _KEPT) or 0.0
             if evicted >= 2 * max(kept, 1):
                 return sent
-            grown = (total(samples, _USED) or 0) - (used or 0)
+            # A pool that evicts is full: what it grows by is what an eviction happened to leave.
+            grown = 0.0 if evicted else (total(samples, _USED) or 0) - (used or 0)
             if frames and grown > 0 and 2 * frames / grown * _AT_ONCE > self.fill_limit:
                 raise Unsupported(f"a pool of {frames:.0f} frames is too large to fill: {_ADVICE}")
             if sent >= self.fill_limit:
