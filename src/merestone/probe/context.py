@@ -132,7 +132,7 @@ class Probe:
                 await self._fill(length, min(_AT_ONCE, requests - begin))
             return requests
         samples = await self._samples()
-        start, sent = total(samples, _EVICTED) or 0.0, 0
+        start, sent, most = total(samples, _EVICTED) or 0.0, 0, 0.0
         while True:
             used, frames = total(samples, _USED), total(samples, _FRAMES)
             await self._fill(_FILLER, _AT_ONCE)
@@ -141,9 +141,10 @@ class Probe:
             evicted, kept = (total(samples, _EVICTED) or 0.0) - start, total(samples, _KEPT) or 0.0
             if evicted >= 2 * max(kept, 1):
                 return sent
-            # A pool that evicts is full: what it grows by is what an eviction happened to leave.
-            grown = 0.0 if evicted else (total(samples, _USED) or 0) - (used or 0)
-            if frames and grown > 0 and 2 * frames / grown * _AT_ONCE > self.fill_limit:
+            # One growth says little: a seal may be counted late, and a full pool hardly grows.
+            most = max(most, (total(samples, _USED) or 0.0) - (used or 0.0))
+            early = sent == _AT_ONCE or not most
+            if frames and not early and 2 * frames / most * _AT_ONCE > self.fill_limit:
                 raise Unsupported(f"a pool of {frames:.0f} frames is too large to fill: {_ADVICE}")
             if sent >= self.fill_limit:
                 raise Unsupported(f"{sent} requests evicted {evicted:.0f} checkpoints: {_ADVICE}")
