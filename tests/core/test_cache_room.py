@@ -51,6 +51,42 @@ def test_a_lone_request_within_capacity_always_finds_room(spec: CacheSpec, data:
         audit(cache, [lease])
 
 
+@settings(PROFILE, max_examples=300)
+@given(spec=cache_specs(), data=st.data())
+def test_from_a_checkpoint_no_more_is_taken_than_was_said(spec: CacheSpec, data: st.DataObject):
+    """With every other frame in other hands, and what it starts from held by somebody else, too."""
+    at, more = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))
+    cache = Cache(replace(spec, frames=1000, hidden_rows=1))
+    lease, anchor = cache.lease("r", None, 0), at // spec.chunk * spec.chunk
+    cache.extend(lease, at, anchor, 0)
+    origin = cache.seal(lease, tokens(at), at, Kind.PROMPT, 0)
+    assert origin is not None
+    cache.release(lease)
+    cache.publish(origin, 0)
+    lease = cache.lease("r", origin, 1)
+    needed = cache.frames_needed(at + more, origin)
+    cache.pool.take(cache.free - needed, -1)
+    while lease.rows < at + more:
+        rows = min(at + more, lease.rows + data.draw(st.integers(1, 24)))
+        anchor = max(lease.anchor, rows // spec.chunk * spec.chunk)
+        decoding = rows == lease.rows + 1
+        drafts = min(spec.drafts, at + more - rows) if decoding else 0
+        cache.extend(lease, rows, anchor, 1, drafts, spec.drafts)
+        cache.settle(lease)
+        cache.commit(lease, rows + data.draw(st.integers(0, drafts)))
+        checkpoint = cache.seal(lease, tokens(at + more), lease.rows, Kind.PROMPT, 1)
+        if checkpoint is not None:
+            cache.publish(checkpoint, 1)
+
+
+def test_what_a_continuation_takes_does_not_depend_on_what_lies_before_it() -> None:
+    spec = make().spec
+    for more in range(100):
+        near, far = ((base + 20, base + 16) for base in (16, 1600))
+        assert spec.frames_needed(near[0] + more, near) == spec.frames_needed(far[0] + more, far)
+    assert spec.frames_needed(1621, (1620, 1616)) < spec.frames_needed(100)
+
+
 def test_capacity_is_the_largest_that_fits() -> None:
     cache = make(frames=64)
     most = cache.capacity()

@@ -34,6 +34,22 @@ def test_a_match_waits_for_frames_that_a_seal_is_about_to_free() -> None:
     assert reply.restored == 24
 
 
+def test_a_prompt_as_long_as_the_context_is_told_what_it_really_lost() -> None:
+    """It fits alone, whatever others had left or wait for."""
+    h = Harness(small_spec(frames=60), slots=1, budget=64)
+    limit = h.cache.capacity()
+    h.ask(stream(24, 1), 0)
+    h.ask(stream(24, 2), 0)
+    prompt = [*stream(24, 1)[:12], *stream(limit - 12, 3)]
+    whole = h.send(prompt, 0)
+    after = [h.send([*stream(24, key), 7], 2) for key in (1, 2)]
+    h.drain()
+    end = whole.finished()
+    assert end is not None
+    assert (end.cache.matched, end.cache.lost) == (12, "no_boundary")
+    assert all(len(reply.ids()) == 2 for reply in after)
+
+
 def test_prompts_that_do_not_fit_together_do_not_start_together() -> None:
     """Each would fit alone: the second one waits, instead of being preempted by the first."""
     h = Harness(small_spec(frames=60), slots=4, budget=16)

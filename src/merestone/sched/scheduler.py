@@ -143,24 +143,17 @@ class Scheduler:
             found = self.waiting.find(seq)
             if self.waiting.must_wait(seq, found, self.running) or self.outside.holds(seq, found):
                 continue
-            if not self.waiting.fits(seq, found.checkpoint, promised):
-                if self.running or flight.sealed:
-                    blocked = blocked or seq
-                    continue
-                found = self._insist(seq, found)
+            # Who is alone starts in any case: way is made for its rows.
+            alone = not (self.running or flight.sealed)
+            if not (alone or self.waiting.fits(seq, found.checkpoint, promised)):
+                blocked = blocked or seq
+                continue
             if not self.free_slots:
                 if not self._yield_slot(flight, seq):
                     return
                 promised = promises(self.running, self.cache)
             self._start(flight, seq, found)
             promised += seq.promised(self.cache)
-
-    def _insist(self, seq: Sequence, found: Match) -> Match:
-        """Nothing runs, so it must start: drop protections, in the end its own match."""
-        while not self.waiting.fits(seq, found.checkpoint, 0):
-            if not (self.waiting.drop_protection() or self.outside.yields()):
-                return Match(None, found.known, None, "no_room" if found.known else "unknown")
-        return found
 
     def _start(self, flight: Flight, seq: Sequence, found: Match) -> None:
         origin = found.checkpoint
