@@ -1,4 +1,5 @@
-"""One thread for every test unless it says otherwise: the count is part of the configuration.
+"""One thread for every test unless it says otherwise: the count is part of the configuration. Each
+begins with the same random numbers.
 
 Without a CUDA device Triton's kernels run under its interpreter, which must be chosen before Triton
 is first imported, by whichever test or library does so.
@@ -34,5 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # what is drawn depends on no other test
     yield
     torch.set_num_threads(before)

@@ -14,9 +14,7 @@ from typer.testing import CliRunner
 from merestone.probe import client
 from merestone.probe.cli import probe as probe_command
 from merestone.probe.client import Server
-from merestone.probe.context import Probe
 from merestone.probe.discover import discover
-from merestone.probe.reply import Reply
 from merestone.probe.report import FAIL, PASS, UNSUPPORTED, RowResult
 from merestone.probe.rows import ROWS, run, select
 from probe.fake_server import CONTEXT, VOCAB, Clock, FakeServer, Faults, create_app
@@ -111,27 +109,6 @@ def test_what_a_server_lacks_is_never_a_pass(lacking: str, names: list[str]) -> 
     rows = verdicts(FakeServer(Faults(lacks=frozenset({lacking}))), *names)
     wrong = {name: rows[name].verdict for name in names if rows[name].verdict != UNSUPPORTED}
     assert not wrong
-
-
-def test_a_pool_that_evicts_is_not_too_large_to_fill() -> None:
-    """What evictions leave free of it differs from look to look: here it grows by four frames."""
-    looks = iter([(0, 0), (1000, 0), (1996, 5), (2000, 40), (1990, 60)])
-
-    class Filling:
-        async def metrics(self) -> dict[str, float]:
-            used, evicted = next(looks)
-            return {
-                "merestone_frames_total": 2000.0,
-                "merestone_frames_used": float(used),
-                "merestone_checkpoints": 30.0,
-                "merestone_checkpoints_evicted_total": float(evicted),
-            }
-
-        async def complete(self, *_: object, **__: object) -> Reply:
-            return Reply()
-
-    probe = Probe(Filling(), False, 0, VOCAB, frozenset({"metrics"}))  # type: ignore[arg-type]
-    assert asyncio.run(probe.overturn()) == 32
 
 
 def test_discovery_finds_limits() -> None:
