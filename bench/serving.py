@@ -25,7 +25,10 @@ _SOURCE = Path(__file__).parents[1] / "src"
 def serving(app: Any) -> Iterator[str]:
     """Serve ``app`` on a free port, in a thread, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5)
+    # Connections are kept for longer than clients do: no request is sent into the end of one.
+    config = uvicorn.Config(
+        app, log_level="critical", timeout_keep_alive=120, timeout_graceful_shutdown=5
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -27,7 +27,7 @@ from merestone.serve.errors import ApiError
 from merestone.serve.flight import Flight
 from merestone.serve.metrics import Metrics
 from merestone.serve.protocol import CompletionBody
-from merestone.serve.server import SWITCH_S, AddressRefused, bind
+from merestone.serve.server import SWITCH_S, AddressRefused, Server, bind
 from merestone.serve.service import ServerOptions, Service
 from merestone.serve.template import ModelText
 
@@ -282,6 +282,13 @@ def test_shutdown_does_not_wait_for_half_a_body(
     assert answer.startswith(b"HTTP/1.1 503 ")
     # Nor of tasks that had to be cancelled after five seconds more.
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_connection_is_kept_for_longer_than_by_the_client(model_text: ModelText) -> None:
+    service = Service(FakeEngine(), model_text, ServerOptions("fake"))
+    theirs = openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert theirs is not None
+    assert Server(service).config.timeout_keep_alive > 2 * theirs
 
 
 def test_nothing_begins_after_everything_was_ended(model_text: ModelText) -> None:

@@ -18,8 +18,9 @@ from merestone.serve.service import Service
 LINGER_S = 2.0
 """How long a server without an engine still answers: clients get their errors, ``/health`` says
 why."""
-
-
+IDLE_S = 120
+"""How long a connection without a request is kept: longer than clients and proxies do, which is for
+5 to 90 seconds. Were it ended by us first, a request that is just being sent would be lost."""
 SWITCH_S = 0.0005
 """How long a thread that needs the interpreter waits for one that does not let go. The engine's
 thread needs it again after every wait for its device: Python's 5 ms would be most of a step beside
@@ -65,6 +66,7 @@ class Server(uvicorn.Server):
             create_app(service),
             access_log=False,
             log_config=None,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=int(grace) + 5,
         )
         super().__init__(config)
