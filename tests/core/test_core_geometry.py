@@ -139,6 +139,7 @@ def test_owners_deal_out_every_page(shard: int, page: int, interleave: int) -> N
         (GroupSpec("open", 4, open=True), 21, 16, (16, 21), (4, 6)),
         (GroupSpec("open", 4, open=True), 16, 16, (16, 16), (4, 4)),
         (GroupSpec("both", 4, lag=1, window=3, open=True), 23, 16, (19, 22), (4, 6)),
+        (GroupSpec("both", 4, lag=1, open=True), 16, 16, (15, 15), (3, 3)),
     ],
 )
 def test_rows_and_pages(
@@ -146,6 +147,15 @@ def test_rows_and_pages(
 ) -> None:
     assert group.rows(at, anchor) == rows
     assert group.pages(*rows) == pages
+
+
+def test_where_the_rows_end_that_a_step_may_write() -> None:
+    """A lagging group writes the row of its last draft only if it proposes, and so draws one."""
+    plain, lags = GroupSpec("full", 4), GroupSpec("mtp", 4, lag=1)
+    for proposes in (False, True):
+        assert plain.reach(10, 3, proposes) == 13
+        assert lags.reach(10, 3, proposes) == 12 + proposes
+        assert lags.reach(0, 0, proposes) == 0
 
 
 @pytest.mark.parametrize("window", [1, 5, 16])

@@ -49,7 +49,7 @@ def choice(
     seq = sequence_of(request, ids, number, root, 1, 77, shared=shared, grid=grid)
     seq.admitted, seq.computed = True, seq.known
     text = None if stop is None else Letters(stop)
-    return Choice(request, seq, print, text, submitted=1.0, cached=shared)
+    return Choice(request, seq, print, text, 1.0, cached=shared, off_grid="gate")
 
 
 def take(one: Choice, *tokens: int, now: float = 2.0, **entries: Any) -> tuple[list[Any], bool]:
@@ -82,7 +82,7 @@ def test_what_just_fits_the_context_is_let_in(allowed: int | None) -> None:
         ({"tokens": ()}, "empty_prompt", "no tokens"),
         ({"max_tokens": -1}, "invalid_count", "max_tokens -1"),
         ({"n": 0}, "invalid_count", "n 0"),
-        ({"tokens": (1, 50, 51)}, "invalid_token_id", r"\[0, 50\), not 50"),
+        ({"tokens": (0, 50, 51)}, "invalid_token_id", r"\[0, 50\), not 50"),
         ({"tokens": (1, -1)}, "invalid_token_id", "not -1"),
         ({"tokens": (1, 2**31)}, "invalid_token_id", f"not {2**31}"),
         ({"params": SamplingParams(logit_bias=((50, 1.0),))}, "invalid_token_id", "not 50"),
@@ -230,7 +230,6 @@ def test_the_word_for_what_was_lost(
     changes: dict[str, Any], counts: dict[str, Any], lost: str, elsewhere: bool
 ) -> None:
     one = choice(**changes)
-    one.off_grid = "gate"
     for name, value in counts.items():
         setattr(one.sequence, name, value)
     assert (one.report.lost, one.report.elsewhere) == (lost, elsewhere)

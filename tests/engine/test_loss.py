@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import time
+from collections.abc import Container
 
 import pytest
 
@@ -12,6 +13,7 @@ from fake_device import oracle, small_spec
 from merestone.engine.device import DeviceLost
 from merestone.engine.flush import FLUSH_S, PATIENCE_S, flush
 from merestone.sched.outside import Nothing
+from merestone.sched.request import Sequence
 
 
 def lose(h: Harness) -> None:
@@ -28,15 +30,27 @@ def come_back(h: Harness, overlap: bool) -> None:
     h.engine.device_back()
 
 
+class Asked(Nothing):
+    """Stores that remember who has left them."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+    def leaves(self, seq: Sequence) -> str:
+        self.left.append(seq.id)
+        return ""
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_waits_is_answered_by_the_next_device(overlap: bool) -> None:
-    """Who runs is told at once; nothing that the old memory held is found."""
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_who_waits_is_answered_by_the_next_device(steps: int, overlap: bool) -> None:
+    """Who runs is told at once; nothing that the old memory held, or was to hold, is found."""
     h = Harness(small_spec(frames=200), slots=1, overlap=overlap)
     prompt = stream(40, 1)
     h.ask(prompt, 4)
     running = h.send(stream(20, 2), 60)
     waiting = h.send([*prompt, 1], 4)
-    h.step(5)
+    h.step(steps)
     lose(h)
     h.step()
     end = running.finished()
@@ -70,68 +84,101 @@ def test_a_seal_that_was_to_be_saved_next_is_lost_with_the_device() -> None:
     assert h.ask([*prompt, *reply.ids()], 2).restored == 0
 
 
+def test_who_waits_may_ask_stores_again() -> None:
+    h, stores = Harness(slots=1), Asked()
+    h.send(stream(9, 1), 60, id="runs")
+    h.send(stream(9, 2), 60, id="waits")
+    h.step(3)
+    h.scheduler.outside = stores
+    h.engine.device_lost("it is gone", returns=True)
+    h.step()
+    assert stores.left == ["waits"]
+
+
 # -- the last steps of an engine that ends ------------------------------------------------------
 
 
 class Busy(Nothing):
     """Stores that want so many more steps, and rest in between."""
 
-    def __init__(self, steps: int, rest_s: float | None = 0.0) -> None:
+    def __init__(self, steps: int, rest_s: float = 0.001) -> None:
         self.steps, self.rest_s = steps, rest_s
 
     def rest(self) -> float | None:
         return self.rest_s if self.steps else None
 
 
-def ending(outside: Busy, every: int = 1) -> tuple[Harness, list[float]]:
-    """Runs the last steps; every so many find something to do. Returns when they were made."""
-    h, made = Harness(small_spec(frames=200)), []
-    h.scheduler.outside = outside
-    for key in (1, 2):
-        h.send(stream(20, key), 60)
-    h.step(2)
-    h.send(stream(20, 3), 60)
-    h.engine.take()
+class Ending:
+    """Runs the last steps of an engine over such stores, in no time; each takes half a second.
+    ``fruitless``: those that find nothing to do."""
 
-    def step() -> bool:
-        h.now += 0.5
-        made.append(h.now)
-        outside.steps -= 1
-        return len(made) % every > 0
+    def __init__(self, outside: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.h, self.outside = Harness(small_spec(frames=200), slots=2), outside
+        self.h.scheduler.outside = outside
+        self.made, self.slept = 0, 0.0
+        self.fruitless: Container[int] = range(10**6)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+        for key in range(3):
+            self.h.send(stream(20, key), 60)
+        self.h.step(2)
+        assert (len(self.h.scheduler.running), len(self.h.scheduler.waiting)) == (2, 1)
 
-    flush(h.scheduler, step, lambda: h.now)
-    return h, made
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        self.h.now += seconds
 
+    def step(self) -> bool:
+        self.h.now += 0.5
+        self.made += 1
+        self.outside.steps -= 1
+        return self.made not in self.fruitless
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_stores_are_stepped_until_they_have_nothing_to_do(every: int) -> None:
-    h, made = ending(Busy(6), every)
-    assert len(made) == 6
-    assert h.scheduler.running == h.scheduler.waiting.items == [], "nobody waits for an answer"
-
-
-def test_for_stores_without_work_nothing_more_is_done() -> None:
-    h, made = ending(Busy(0))
-    assert made == []
-    assert len(h.scheduler.running) == 2
+    def run(self) -> None:
+        flush(self.h.scheduler, self.step, lambda: self.h.now)
 
 
-@pytest.mark.parametrize(("rest_s", "steps"), [(0.001, FLUSH_S / 0.5), (PATIENCE_S + 0.001, 1)])
-def test_stores_are_waited_for_so_long_and_no_longer(rest_s: float, steps: float) -> None:
-    """For a bounded time, and not at all if they have failed."""
-    _, made = ending(Busy(10**6, rest_s))
-    assert len(made) == steps
+def test_stores_are_stepped_until_they_have_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a rest where there was nothing to do for us, and at most as long as they say."""
+    ending = Ending(Busy(6, PATIENCE_S), monkeypatch)
+    ending.fruitless = (2, 4, 6)
+    ending.run()
+    assert (ending.made, ending.slept) == (6, pytest.approx(2 * PATIENCE_S))
+    scheduler = ending.h.scheduler
+    assert scheduler.running == scheduler.waiting.items == [], "nobody waits for an answer"
+    assert not caplog.records
+
+
+def test_for_stores_without_work_nothing_more_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = Ending(Busy(0), monkeypatch)
+    ending.run()
+    assert (ending.made, len(ending.h.scheduler.running)) == (0, 2)
+
+
+def test_stores_that_have_failed_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They rest longer. What there is to do is done all the same."""
+    ending = Ending(Busy(10**6, PATIENCE_S + 0.01), monkeypatch)
+    ending.fruitless = (4,)
+    ending.run()
+    assert (ending.made, ending.slept) == (4, 0.0)
+
+
+def test_stores_are_waited_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = Ending(Busy(10**6), monkeypatch)
+    before = ending.h.now
+    ending.run()
+    assert FLUSH_S <= ending.h.now - before < FLUSH_S + 0.6
+    assert ending.slept > 0
 
 
 def test_a_last_step_that_fails_does_not_keep_the_engine_from_ending(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    h = Harness()
-    h.scheduler.outside = Busy(5)
+    ending = Ending(Busy(5), monkeypatch)
 
     def step() -> bool:
         raise RuntimeError("injected")
 
-    with caplog.at_level(logging.ERROR):
-        flush(h.scheduler, step, h.clock)
+    flush(ending.h.scheduler, step, ending.h.clock)
     assert "could not be finished" in caplog.text

@@ -50,6 +50,19 @@ def slots_of(plan: StepPlan) -> list[int]:
     return [work.slot for work in plan.works]
 
 
+def test_a_step_has_a_row_for_each_that_decodes_and_never_more_than_its_budget() -> None:
+    """Whoever finds nothing left leaves nothing to others."""
+    s = Planning(small_spec(900), slots=6, budget=9)
+    s.start(*(answer(3, n) for n in (1, 2, 3)))
+    s.token_budget = 3
+    assert len(slots_of(s.next())) == 3
+    s.token_budget = 9
+    for number in (4, 5, 6):
+        s.add(answer(60, number))
+    rows = [sum(w.end - w.start for w in s.next().works) for _ in range(12)]
+    assert max(rows) == 9
+
+
 def test_frames_are_taken_from_the_last_in_rank() -> None:
     """And never from who is before: the second one sits a step out."""
     s = Planning(small_spec(100))

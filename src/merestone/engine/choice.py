@@ -122,9 +122,9 @@ class Choice:
     sink: Sink
     text: TextStream | None
     submitted: float
-    cached: bool = True
+    cached: bool
     """Whether the cache that requests share was asked at all."""
-    off_grid: str = "no_boundary"
+    off_grid: str
     """What is lost where only aligned states are kept: "gate", if boundaries were asked for."""
     admitted: float | None = None
     first: float | None = None

@@ -82,7 +82,7 @@ def _row(scheduler: Scheduler, ahead: Flight, seq: Sequence, end: int, *, known:
     assert seq.lease is not None
     anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
     # Of a row whose id is unknown it stays where it is: the row completes no chunk.
-    advance = max(anchor, anchor_of(end, scheduler.chunk))
+    advance = anchor_of(end, scheduler.chunk)
     extension = scheduler.cache.extend(seq.lease, end, advance, ahead.now)
     ahead.before += extension.copies
     ahead.works.append(

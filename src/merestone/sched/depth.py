@@ -29,7 +29,7 @@ class Depth:
         Returns the rows that the sequences then take.
         """
         for seq in decodes:
-            seq.drafts = max(0, min(seq.drafts, seq.left - 1))
+            seq.drafts = min(seq.drafts, seq.left - 1)
         deepest = max((seq.drafts for seq in decodes), default=0)
         while deepest and len(decodes) + sum(seq.drafts for seq in decodes) > rows:
             deepest -= 1

@@ -206,7 +206,7 @@ class Scheduler:
             end = pass_end(start, limit, seq.known, self.chunk, seq.planned())
         anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
         # Drafts may be rejected: no anchor swallows their rows.
-        advance = max(anchor, anchor_of(end, self.chunk))
+        advance = anchor_of(end, self.chunk)
         sample = end == seq.known and seq.max_tokens > 0
         extension = self._extend(flight, seq, end, advance, self.depth.wanted(seq) * sample)
         if extension is None:
