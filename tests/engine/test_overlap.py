@@ -27,6 +27,13 @@ def until_ahead(h: Harness, reply: Reply) -> None:
         h.step()
 
 
+def test_every_row_but_those_that_complete_a_chunk_is_planned_ahead() -> None:
+    """From the first one behind a row that draws; the last one, too."""
+    h = Harness(overlap=True)
+    h.ask(PROMPT, 60)
+    assert ahead(h) == sum(end % h.spec.chunk > 0 for end in range(7, 65))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_most_steps_of_plain_decoding_are_planned_ahead(overlap: bool) -> None:
     h = Harness(overlap=overlap)

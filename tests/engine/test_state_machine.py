@@ -183,6 +183,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.h.drain(20000)
         # What the double finds wrong fails a step too: none but the injected one may have.
         assert self.h.engine.counters["failed_steps"] == lost
+        # No boundary is asked for where no state can be.
+        for reason in ("empty", "not_computed", "anchor_elsewhere", "window_hole"):
+            assert self.h.cache.counters.discards(reason) == 0, reason
         for name, (_, answer, n, reply) in self.sent.items():
             for choice in range(n):
                 end = reply.finished(choice)

@@ -35,7 +35,7 @@ def plan_ahead(scheduler: Scheduler) -> StepPlan | None:
     drawing = set(scheduler.flight.sequences)
     rows = [
         (seq, end)
-        for seq in sorted(scheduler.running, key=lambda s: s.rank)
+        for seq in scheduler.running
         for end in [seq.known + (seq in drawing)]
         if seq not in drawing or (seq.left > 1 and end % scheduler.chunk)
     ]

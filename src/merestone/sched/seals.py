@@ -30,7 +30,7 @@ class Seals:
         """
         assert seq.lease is not None
         for at, kind in seq.above(seq.passed):
-            if at <= end and at >= seq.lease.anchor:
+            if at <= end:
                 ttl_s = seq.lives.get(at, 0.0)
                 sealed = self.cache.seal(seq.lease, seq.tokens, at, kind, flight.now, ttl_s)
                 if sealed is not None:
