@@ -22,7 +22,7 @@ async def retry_after_abort(probe: Probe, check: Check) -> None:
             number = (number + 1) % 4
             prompt = probe.stream(length, number)
             if number not in oracles:
-                oracles[number] = await probe.cold(prompt, 8, stream=True)
+                oracles[number] = await probe.timed(prompt, 8)
             oracle, salt = oracles[number], probe.salt()
             left = await probe.server.abandon(prompt, salt, share * oracle.first_s)
             name = f"{share:.0%}, trial {trial + 1}"
