@@ -50,6 +50,10 @@ def slots_of(plan: StepPlan) -> list[int]:
     return [work.slot for work in plan.works]
 
 
+def rows_of(plan: StepPlan) -> int:
+    return sum(work.end - work.start + work.drafts for work in plan.works)
+
+
 def test_a_step_has_a_row_for_each_that_decodes_and_never_more_than_its_budget() -> None:
     """Whoever finds nothing left leaves nothing to others."""
     s = Planning(small_spec(900), slots=6, budget=9)
@@ -59,8 +63,16 @@ def test_a_step_has_a_row_for_each_that_decodes_and_never_more_than_its_budget()
     s.token_budget = 9
     for number in (4, 5, 6):
         s.add(answer(60, number))
-    rows = [sum(w.end - w.start for w in s.next().works) for _ in range(12)]
-    assert max(rows) == 9
+    assert max(rows_of(s.next()) for _ in range(12)) == 9
+
+
+def test_drafts_are_rows_of_the_budget() -> None:
+    s = Planning(small_spec(900, drafts=3), budget=24, drafts=3)
+    s.start(*(answer(3, n) for n in (1, 2, 3)))
+    s.add(answer(100, 4))
+    plan = s.next()
+    assert [work.drafts for work in plan.works] == [3, 3, 3, 0]
+    assert rows_of(plan) == 20, "a prefill ends with a chunk"
 
 
 def test_frames_are_taken_from_the_last_in_rank() -> None:
@@ -87,6 +99,22 @@ def test_who_has_rows_in_the_plan_makes_no_way_any_more() -> None:
     plan = s.next()
     assert slots_of(plan) == [first.slot, last.slot]
     assert s.running == [first, last, prefill]
+
+
+def test_a_prefill_takes_the_frames_of_a_decode_behind_it_and_no_more_than_its_rows() -> None:
+    """The last in rank finds no frame for its row, and then makes way."""
+    s = Planning(small_spec(100), budget=11)
+    first, last = answer(3, 1), answer(3, 2, priority=2)
+    prefill = answer(30, 3, priority=1)
+    s.start(first, last)
+    s.add(prefill)
+    s.next()
+    s.leave_free(2)
+    s.token_budget = 4
+    plan = s.next()
+    assert slots_of(plan) == [first.slot, prefill.slot]
+    assert s.running == [first, prefill]
+    assert rows_of(plan) == 4
 
 
 @pytest.mark.parametrize(("length", "drafts", "left", "extra"), [(15, 1, 2, 1), (16, 0, 90, 3)])

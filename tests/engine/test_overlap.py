@@ -7,6 +7,7 @@ import pytest
 from engine.harness import Harness, Reply
 from fake_device import extend_hash, next_token, oracle, prefix_hashes, small_spec
 from merestone.core.checkpoint import State
+from merestone.sched.outside import Nothing
 from merestone.sched.plan import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -32,6 +33,17 @@ def test_every_row_but_those_that_complete_a_chunk_is_planned_ahead() -> None:
     h = Harness(overlap=True)
     h.ask(PROMPT, 60)
     assert ahead(h) == sum(end % h.spec.chunk > 0 for end in range(7, 65))
+    assert [plan.step for plan in h.device.plans] == list(range(1, len(h.device.plans) + 1))
+
+
+def test_frames_that_could_be_evicted_are_frames_to_lead_with() -> None:
+    h = Harness(small_spec(frames=64), overlap=True)
+    for key in range(12):
+        h.ask([key, *PROMPT], 30)
+    assert h.cache.free < 10
+    before = ahead(h)
+    h.ask(PROMPT, 60)
+    assert ahead(h) - before == 50
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -96,6 +108,36 @@ def test_what_the_host_chooses_is_waited_for(params: SamplingParams) -> None:
     reply = h.ask(PROMPT, 20, params=params)
     assert reply.ids() == oracle(PROMPT, 20)
     assert ahead(h) == 0
+    # Its neighbours wait with it, except where its own row completes a chunk.
+    plain, reply = h.send([9, 9], 40), h.send(PROMPT, 40, params=params)
+    h.step(24)
+    assert len(h.scheduler.running) == 2
+    assert ahead(h) <= 3
+    slot = next(seq.slot for seq in h.scheduler.running if seq.params == params)
+    assert not any(w.fed for plan in h.device.plans for w in plan.works if w.slot == slot)
+    h.drain()
+    assert (plain.ids(), reply.ids()) == (oracle([9, 9], 40), oracle(PROMPT, 40))
+
+
+class Watching:
+    """Whatever sees each plan and each result, and does nothing."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(Nothing(), name)
+
+    def judge(self, flight: object, result: object) -> dict[int, str]:
+        return {}
+
+
+@pytest.mark.parametrize("who", ["nobody", "a drafter", "stores", "a verifier"])
+def test_whoever_wants_to_see_each_step_is_waited_for(who: str) -> None:
+    h = Harness(small_spec(200, drafts=3 * (who == "a drafter")), overlap=True)
+    if who == "stores":
+        h.scheduler.outside = Watching()
+    if who == "a verifier":
+        h.scheduler.verifier = Watching()
+    h.ask(PROMPT, 20)
+    assert bool(ahead(h)) == (who == "nobody")
 
 
 @pytest.mark.parametrize("which", ["in flight", "ahead"])
@@ -176,11 +218,14 @@ def test_a_sink_that_fails_with_a_row_in_flight() -> None:
 
 def test_frames_that_run_short_end_the_lead() -> None:
     """Preemption and eviction are decided with nothing in flight; every answer is right."""
-    h = Harness(small_spec(frames=34), overlap=True)
-    prompts = [[i, 2, 2] for i in range(4)]
-    replies = [h.send(prompt, 26) for prompt in prompts]
-    h.drain()
-    for prompt, reply in zip(prompts, replies, strict=True):
-        assert reply.ids() == oracle(prompt, 26)
-    assert h.scheduler.counters["preemptions"] > 0
-    assert ahead(h) > 0
+    preempted = 0
+    for frames in range(26, 50):
+        h = Harness(small_spec(frames=frames), overlap=True)
+        prompts = [[i, *[2] * (i + 2)] for i in range(4)]  # they complete chunks by turns
+        replies = [h.send(prompt, 26) for prompt in prompts]
+        h.drain()
+        for prompt, reply in zip(prompts, replies, strict=True):
+            assert reply.ids() == oracle(prompt, 26)
+        preempted += h.scheduler.counters["preemptions"]
+        assert ahead(h) > 0
+    assert preempted > 0

@@ -47,6 +47,19 @@ def test_aligned_states_are_resumed_from() -> None:
     assert (exact.restored, exact.finished().cache.kind) == (32, "aligned")
 
 
+@pytest.mark.parametrize("accuracy", [0.6, 1.0])
+def test_aligned_states_lie_at_the_grid_with_drafts_too(accuracy: float) -> None:
+    """Wherever a block of accepted drafts ended: on a multiple, or beyond. Only that of the very
+    last block has no pass after it that would leave its anchor."""
+    for length in range(8, 17):
+        h = Harness(small_spec(300, drafts=3), retention="aligned:8", accuracy=accuracy)
+        h.ask(stream(length, 1), 30)
+        wanted, found = list(range(8, length + 30, 8)), [at for at, _ in kept(h)]
+        assert all(c.anchor == c.at for c in h.cache.checkpoints())
+        assert found == wanted or found == [at for at in wanted if at < length + 30 - 4]
+        assert h.engine.counters["failed_steps"] == 0
+
+
 def test_choices_meet_at_the_grid() -> None:
     h = Harness(small_spec(frames=300), retention="aligned:8")
     reply = h.send(stream(20, 1), 5, n=3, cache=False)

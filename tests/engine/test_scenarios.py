@@ -186,6 +186,7 @@ def test_the_last_response_of_an_idle_engine_is_published() -> None:
     kinds = {(c.at, str(c.kind)) for c in h.cache.checkpoints()}
     assert kinds == {(20, "prompt"), (26, "response")}
     assert all(str(c.state) == "published" for c in h.cache.checkpoints()), reply
+    assert h.engine.stats()["checkpoints_spared"] == 0, "nobody asked for that"
 
 
 def test_a_hundred_next_turns_sent_at_once_never_miss() -> None:

@@ -121,6 +121,9 @@ def test_the_same_boundaries_are_kept_with_drafts_and_without(
         assert replies[0].ids() == replies[1].ids()
         assert (first.reason, first.cache) == (second.reason, second.cache), turn
         assert kept(plain) == kept(fast), turn
+        # Each is asked for once, and where it can be.
+        assert not fast.cache.counters.discarded
+        assert fast.cache.counters.duplicate == plain.cache.counters.duplicate
         fast.audit()
         history = history + replies[0].ids()
     assert (sum(fast.scheduler.depth.tally.accepted) > 0) == (accuracy > 0)

@@ -56,7 +56,7 @@ def plan_ahead(scheduler: Scheduler) -> StepPlan | None:
 def _settled(scheduler: Scheduler) -> bool:
     """Whether nobody comes or goes, nothing is proposed, and nobody else wants to see each step."""
     return (
-        not (len(scheduler.waiting) or scheduler.closing or scheduler.seals.late)
+        not (len(scheduler.waiting) or scheduler.closing)
         and not scheduler.cache.spec.drafts
         and isinstance(scheduler.outside, Nothing)
         and scheduler.verifier is None
@@ -68,7 +68,7 @@ def _plain(seq: Sequence, end: int) -> bool:
     """Whether a row that ends at ``end`` reaches no boundary, and its token needs no host."""
     params = seq.params
     reached = any(at <= end for at, _ in seq.above(seq.passed))
-    return not reached and params.logprobs is None and params.unchanged and seq.computed < end
+    return not reached and params.logprobs is None and params.unchanged
 
 
 def _frames(scheduler: Scheduler, rows: list[tuple[Sequence, int]]) -> int:
@@ -80,6 +80,7 @@ def _frames(scheduler: Scheduler, rows: list[tuple[Sequence, int]]) -> int:
 
 def _row(scheduler: Scheduler, ahead: Flight, seq: Sequence, end: int, *, known: bool) -> None:
     assert seq.lease is not None
+    assert seq.computed < end
     anchor, frames = seq.lease.anchor, seq.lease.anchor_frames
     # Of a row whose id is unknown it stays where it is: the row completes no chunk.
     advance = anchor_of(end, scheduler.chunk)
