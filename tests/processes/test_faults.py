@@ -25,6 +25,7 @@ from merestone.engine.ranks import device as ranks_device
 from merestone.engine.ranks.device import Ranks, hold
 from merestone.engine.ranks.messages import FromRank, RankOptions
 from merestone.engine.ranks.node import keep_ranks
+from merestone.sched.plan import StepPlan, StepResult
 from processes.ranked import COMMAND, LONG_S, Ranked, eventually
 
 PROMPT = [i % VOCAB for i in range(100)]
@@ -273,6 +274,8 @@ def test_ranks_come_back_with_the_pool_that_they_had(tmp_path: Path) -> None:
         eventually(lambda: r.ranks.sessions == 2 and r.ranks.up)
         assert r.ranks.facts is not None
         assert r.ranks.facts.frames == 127
+        r.ranks.listen(lambda *_: None, lambda _: None)
+        assert r.ranks.run(StepPlan(1)).step == 1  # whoever listens now has planned for no others
 
 
 def test_another_machine_starts_its_ranks_again_too(tmp_path: Path) -> None:
@@ -303,9 +306,43 @@ def test_a_loss_before_anybody_listens_is_told_to_who_does(tmp_path: Path) -> No
         r.ranks.start()
         os.kill(r.pids()[1], signal.SIGKILL)
         eventually(lambda: r.ranks.told)
-        r.ranks.listen(lambda reason, _: said.append(reason), lambda: said.append("back"))
+        r.ranks.listen(lambda reason, _: said.append(reason), lambda _: said.append("back"))
     assert len(said) == 1
     assert "rank 1" in said[0]
+
+
+def test_a_plan_for_ranks_that_are_gone_is_not_sent_to_their_successors(tmp_path: Path) -> None:
+    """It is about to be sent when the ranks are lost, and still is when others have come."""
+    with Ranked(tmp_path, on_loss="restart") as r:
+        r.ask(PROMPT)
+        r.strike(0, "nothing")  # at rest
+        run = r.ranks.run
+
+        def stands_still(plan: StepPlan) -> StepResult:
+            if r.ranks.sessions == 1:
+                os.kill(r.pids()[1], signal.SIGKILL)
+                eventually(lambda: r.ranks.sessions == 2 and r.ranks.up)
+            return run(plan)
+
+        r.ranks.run = stands_still  # type: ignore[method-assign]
+        end = r.ask(PROMPT).wait()
+        assert (end.reason, "was ended by SIGKILL" in str(end.error)) == ("error", True)
+        r.until_back(1, BOUND_S)
+        assert r.engine.stats()["failed_steps"] == 0
+        again = r.ask(PROMPT)
+        assert (again.restored, again.ids()) == (0, oracle(PROMPT, 8))
+
+
+def test_a_plan_that_comes_while_ranks_begin_anew_is_told_why_they_do(tmp_path: Path) -> None:
+    """The engine may have been about to send it when they were lost."""
+    with Ranked(tmp_path, start=False, on_loss="restart") as r:
+        r.ranks.start()
+        r.strike(0, "hang-at-start")
+        os.kill(r.pids()[1], signal.SIGKILL)
+        eventually(lambda: r.ranks.sessions == 2 and r.ranks.watch.lost is None)
+        with pytest.raises(DeviceLost, match=r"rank 1 .* was ended by SIGKILL") as lost:
+            r.ranks.run(StepPlan(1))
+        assert lost.value.returns
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -316,7 +353,7 @@ def test_ranks_lost_again_before_they_are_said_to_be_back(tmp_path: Path, late: 
     with Ranked(tmp_path, start=False, on_loss="restart") as r:
         start = r.ranks.start
         start()
-        r.ranks.listen(lambda *_: said.append("lost"), lambda: said.append("back"))
+        r.ranks.listen(lambda *_: said.append("lost"), lambda _: said.append("back"))
 
         def struck_again() -> Facts:
             facts = start()

@@ -168,9 +168,9 @@ class LocalEngine:
         """The device is gone; ``returns``: another one like it will come. Any thread may call."""
         self._post(lambda: self._lose(reason, returns))
 
-    def device_back(self) -> None:
-        """A device as good as new takes plans from now on. Any thread may call."""
-        self._post(self._resume)
+    def device_back(self, heard: Callable[[], None] = lambda: None) -> None:
+        """A device as good as new is there; ``heard`` is called when plans are made for it."""
+        self._post(lambda: self._resume(heard))
 
     def _post(self, action: Callable[[], None]) -> bool:
         """Hand an action to the engine's thread. False if that takes none any more."""
@@ -300,9 +300,9 @@ class LocalEngine:
         self.down, self.landing = reason, None
         self._report(lose_device(self.scheduler, reason))
 
-    def _resume(self) -> None:
-        self.down = None
-        self.lost_in_a_row = 0
+    def _resume(self, heard: Callable[[], None]) -> None:
+        self.down, self.lost_in_a_row = None, 0
+        heard()
 
     def _report(self, outcomes: list[Outcome]) -> None:
         now = self.clock()

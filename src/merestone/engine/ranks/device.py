@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -92,13 +93,20 @@ class Ranks:
         self.told: tuple[str, bool] | None = None
         """What there is to say of a loss, until the ranks are back."""
         self.on_lost: Callable[[str, bool], None] = _nobody
-        self.on_back: Callable[[], None] = _nobody
+        self.on_back: Callable[[Callable[[], None]], None] = _nobody
+        self.reason = "the ranks have ended"
+        """Why there are none, or were none the last time."""
+        self.planned_for = 0
+        """The session that whoever plans knows to be there: none obeys a plan for another one."""
         pulse = f"tcp://{self.address}:*" if self.address else f"ipc://{self.private}/pulse"
         self.watch = Watch(self.context, pulse, options.silence_s, self._lost)
 
-    def listen(self, on_lost: Callable[[str, bool], None], on_back: Callable[[], None]) -> None:
+    def listen(
+        self, on_lost: Callable[[str, bool], None], on_back: Callable[[Callable[[], None]], None]
+    ) -> None:
         """``on_lost`` gets the reason and whether the ranks come back, at once if they are lost
-        already; both run on threads of ours, and must not wait."""
+        already; ``on_back`` what is to be called before the first plan that is made for those who
+        came. Both run on threads of ours, and must not wait."""
         with self.turn:
             self.on_lost, self.on_back = on_lost, on_back
             if self.told is not None:
@@ -164,6 +172,8 @@ class Ranks:
                 raise self._loss(self.watch.lost)
             self.watch.ready(facts)
             self.facts, self.up = before or facts[0], True
+            if before is None or self.on_back is _nobody:  # nobody has planned for others
+                self.planned_for = self.sessions
         return facts[0]
 
     def _bind(self) -> tuple[zmq.Socket[bytes], str]:
@@ -214,7 +224,7 @@ class Ranks:
         with self.turn:
             if not self.up or self.closed:
                 return
-            self.up = False
+            self.up, self.reason = False, reason
             processes = self.processes
         assert processes is not None
         returns = self._loss(reason).returns
@@ -243,7 +253,10 @@ class Ranks:
                 if self.up and self.anew is threading.current_thread():
                     log.info("the ranks are back, with an empty cache")
                     self.told = None
-                    self.on_back()
+                    self.on_back(partial(self._planned_for, self.sessions))
+
+    def _planned_for(self, session: int) -> None:
+        self.planned_for = session
 
     def close(self) -> None:
         """End all ranks, in order if they can."""
@@ -272,8 +285,9 @@ class Ranks:
             DeviceLost: a rank is lost, and with it whatever the ranks held.
         """
         with self.turn:
-            if self.watch.lost is not None or not self.up:
-                raise self._loss(self.watch.lost or "the ranks are being started again")
+            there = self.up and self.planned_for == self.sessions
+            if self.watch.lost is not None or not there:
+                raise self._loss(self.watch.lost or self.reason)
             self._send(Run(plan))
             replies: dict[int, Done | Failed] = {}
             until, failing = (
