@@ -82,7 +82,7 @@ def test_tiers_are_opened_in_the_order_of_their_names(tmp_path: Path) -> None:
     """And a directory has one owner, whom its ranks do not ask."""
     stores = ["redis://nowhere:1/2", f"disk:{tmp_path}:1MiB", "memory:1MiB"]
     tiers = open_tiers(stores)
-    assert [tier.name for tier in tiers] == ["redis", "disk", "memory"]
+    assert [tier.name for tier in tiers] == ["network", "disk", "memory"]
     with pytest.raises(ValueError, match="disk"):
         open_tiers(stores)
     for rank in open_tiers(stores, owner=False):
@@ -92,9 +92,10 @@ def test_tiers_are_opened_in_the_order_of_their_names(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_memory_of_a_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each locks its part, to be copied from and to; without an arena there is nothing to copy."""
+    """Each locks its part, to be copied from and to. Who has no arena keeps plain bytes."""
     given: list[int] = []
     monkeypatch.setattr(outside, "Slabs", lambda allocate, budget: given.append(budget))
+    monkeypatch.setattr(outside, "locking", lambda device: device)
     arena = SimpleNamespace(memory=torch.zeros(1))
     for ranks in (1, 4):
         open_tiers(["memory:1MiB"], arena=arena, ranks=ranks)
