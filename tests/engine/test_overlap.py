@@ -31,8 +31,8 @@ def until_ahead(h: Harness, reply: Reply) -> None:
 def test_every_row_but_those_that_complete_a_chunk_is_planned_ahead() -> None:
     """From the first one behind a row that draws; the last one, too."""
     h = Harness(overlap=True)
-    h.ask(PROMPT, 60)
-    assert ahead(h) == sum(end % h.spec.chunk > 0 for end in range(7, 65))
+    h.ask(PROMPT, 59)
+    assert ahead(h) == sum(end % h.spec.chunk > 0 for end in range(7, 64))
     assert [plan.step for plan in h.device.plans] == list(range(1, len(h.device.plans) + 1))
 
 
