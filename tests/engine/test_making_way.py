@@ -170,30 +170,31 @@ def test_one_that_was_just_admitted_may_make_way_in_the_same_plan() -> None:
     assert (slots_of(plan), plan.frees, plan.admits, plan.before) == ([first.slot], (1,), (), ())
 
 
+@pytest.mark.parametrize("better", [False, True])
 @pytest.mark.parametrize(("length", "spare", "steps"), [(9, 0, 1), (9, 2, 1), (13, 3, 2)])
 def test_the_oldest_starts_over_where_its_match_leaves_no_room(
-    length: int, spare: int, steps: int
+    length: int, spare: int, steps: int, better: bool
 ) -> None:
     """What it had started from goes first: its own copy of the shared pages does not fit beside."""
     s = Planning(small_spec(400), budget=40)
     s.start(past := sequence(tokens(length, 300), 3))
     s.finish(past, Kind.RESPONSE)
     s.next()
-    first, last = answer(length + 1, 1), answer(4, 2, priority=1)
+    first, other = answer(length + 1, 1), answer(4, 2, priority=-1 if better else 1)
     first.buffer = tokens(length + 1, 300)
     s.add(first)
     s.leave_free(spare)
     assert s.next().before, "it is restored"
     for _ in range(steps - 1):
         s.next()
-    s.add(last)
-    known = first.known
+    s.add(other)
+    starts, waits = (other, first) if better else (first, other)
+    known = starts.known
     plan = s.next()
-    assert [(w.slot, w.start, w.end) for w in plan.works] == [(first.slot, 0, known)]
-    assert (len(plan.admits), plan.frees, plan.before) == (1, (first.slot,), ())
-    assert (s.running, s.waiting.items) == ([first], [last])
-    assert (first.computed, first.known, s.counters["unstuck"]) == (known, known + 1, 1)
-    assert not list(s.cache.checkpoints())
+    assert [(w.slot, w.start, w.end) for w in plan.works] == [(starts.slot, 0, known)]
+    assert (len(plan.admits), plan.frees, plan.before) == (1, (starts.slot,), ())
+    assert (s.running, s.waiting.items) == ([starts], [waits])
+    assert (starts.computed, starts.known, s.counters["unstuck"]) == (known, known + 1, 1)
 
 
 def test_in_the_queue_nobody_keeps_a_priority_that_was_lent() -> None:

@@ -289,7 +289,7 @@ class Scheduler:
     def _unstick(self, flight: Flight) -> None:
         """Nothing could run: the oldest starts over alone, without its match."""
         first = min([*self.running, *self.waiting.items], key=lambda s: s.rank)
-        for seq in sorted(self.running, key=lambda s: s.rank, reverse=True):
+        for seq in list(self.running):
             self._preempt(flight, seq)
         while self.waiting.drop_protection() or self.outside.yields():
             pass
