@@ -291,8 +291,6 @@ class Scheduler:
         first = min([*self.running, *self.waiting.items], key=lambda s: s.rank)
         for seq in list(self.running):
             self._preempt(flight, seq)
-        while self.waiting.drop_protection() or self.outside.yields():
-            pass
         self._start(flight, first, NO_MATCH)
         self.counters["unstuck"] += 1
         self._work(flight, first, self.token_budget)
