@@ -120,3 +120,18 @@ class Harness:
         if max_tokens is not None and end.reason == "length":
             assert reply.ids() == oracle(tokens, max_tokens)
         return reply
+
+
+def at_rest(h: Harness, failed: int = 0) -> None:
+    """Nothing of any request is left but checkpoints, and those hold every used frame."""
+    engine = h.engine
+    held = [engine.choices, engine.requests, engine.private, engine.inbox, h.device.slots]
+    assert not any([*held, h.scheduler.busy])
+    assert engine.counters["failed_steps"] == failed
+    counts = h.cache.counters
+    live = list(h.cache.checkpoints())
+    assert not any(c.leases or c.protected for c in live)
+    gone = sum(counts.evicted.values()) + sum(counts.discarded.values())
+    assert sum(counts.sealed.values()) == gone + len(live)
+    h.cache.reset()
+    assert h.cache.free == h.spec.frames

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.harness import Harness, Reply
+from engine.harness import Harness, Reply, at_rest
 from engine.real import Real, tiny
 from engine.real import stream as real_stream
 from engine.test_scenarios import stream
@@ -24,21 +24,6 @@ from merestone.sched.plan import SamplingParams
 
 MARKS = ((5, "instruction"), (8, "turn"), (9, "mark"), (13, "mark"))
 SPARSE = 64
-
-
-def at_rest(h: Harness, failed: int = 0) -> None:
-    """Nothing of any request is left but checkpoints, and those hold every used frame."""
-    engine = h.engine
-    held = [engine.choices, engine.requests, engine.private, engine.inbox, h.device.slots]
-    assert not any([*held, h.scheduler.busy])
-    assert engine.counters["failed_steps"] == failed
-    counts = h.cache.counters
-    live = list(h.cache.checkpoints())
-    assert not any(c.leases or c.protected for c in live)
-    gone = sum(counts.evicted.values()) + sum(counts.discarded.values())
-    assert sum(counts.sealed.values()) == gone + len(live)
-    h.cache.reset()
-    assert h.cache.free == h.spec.frames
 
 
 def until(h: Harness | Real, reply: Reply, limit: int = 500) -> int:
@@ -286,39 +271,6 @@ def test_a_senseless_request_is_refused_at_the_door(change: dict[str, Any]) -> N
     request = GenerateRequest("x", tuple(stream(9, 1)), SamplingParams(), 3)
     with pytest.raises(EngineRefusal):
         h.engine.submit(replace(request, **change), Reply().sink)
-
-
-class BrokenText:
-    matched = None
-
-    def push(self, token: int) -> tuple[str, bool]:
-        raise ValueError("no such token")
-
-    def flush(self) -> str:
-        return ""
-
-
-def test_a_failing_text_stream_ends_its_own_request_only() -> None:
-    h = Harness()
-    broken = h.send(stream(20, 1), 5, text=BrokenText)
-    mate = h.send(stream(20, 2), 20)
-    h.drain()
-    assert broken.finished().reason == "error"
-    assert mate.ids() == oracle(stream(20, 2), 20)
-    at_rest(h)
-
-
-def test_a_failing_sink_ends_its_own_request() -> None:
-    def sink(events: object) -> None:
-        raise RuntimeError("nobody listens")
-
-    h = Harness()
-    mate = h.send(stream(20, 2), 20)
-    h.engine.submit(GenerateRequest("deaf", tuple(stream(20, 1)), SamplingParams(), 60), sink)
-    h.step(6)
-    assert [seq.id for seq in h.scheduler.running] == ["r1"]
-    h.drain()
-    assert mate.ids() == oracle(stream(20, 2), 20)
 
 
 def test_a_failing_action_strands_nobody_behind_it() -> None:

@@ -306,29 +306,31 @@ class LocalEngine:
 
     def _report(self, outcomes: list[Outcome]) -> None:
         now = self.clock()
+        ended = {o.sequence: self.choices[o.sequence] for o in outcomes if o.result is None}
+        for (
+            one
+        ) in ended.values():  # all at once: no failing sink may abort what is in no queue any more
+            self._forget(one)
         for outcome in outcomes:
+            if outcome.result is None:
+                one = ended[outcome.sequence]
+                self._emit(one, [one.failed(outcome.error or "", now)])
+                continue
             choice = self.choices.get(outcome.sequence)
             if choice is None:  # ended by another choice's failing sink
-                continue
-            if outcome.result is None:
-                self._fail(choice, outcome.error or "", now)
                 continue
             try:
                 events, done = choice.take(outcome.result, now)
             except Exception as error:
                 log.exception("a choice could not be reported")
                 self.scheduler.abort(outcome.sequence)
-                self._fail(choice, f"{type(error).__name__}: {error}", now)
+                self._forget(choice)
+                self._emit(choice, [choice.failed(f"{type(error).__name__}: {error}", now)])
                 continue
             if done:
                 self.scheduler.finish(outcome.sequence, Kind.RESPONSE)
                 self._forget(choice)
             self._emit(choice, events)
-
-    def _fail(self, choice: Choice, error: str, now: float) -> None:
-        """End a choice that is in no queue any more."""
-        self._forget(choice)
-        self._emit(choice, [choice.failed(error, now)])
 
     def _emit(self, choice: Choice, events: list[Event]) -> None:
         if not events:
@@ -389,11 +391,9 @@ class LocalEngine:
 
     def _end_all(self) -> None:
         now = self.clock()
-        for choice in list(self.choices.values()):
-            if self.broken:
-                event = choice.failed(self.broken, now)
-            else:
-                event = choice.finished("abort", None, now)
-            self._emit(choice, [event])
+        ended = list(self.choices.values())
         self.choices.clear()
         self.requests.clear()
+        for choice in ended:
+            broken = choice.failed(self.broken, now) if self.broken else None
+            self._emit(choice, [broken or choice.finished("abort", None, now)])
