@@ -307,9 +307,8 @@ class LocalEngine:
     def _report(self, outcomes: list[Outcome]) -> None:
         now = self.clock()
         ended = {o.sequence: self.choices[o.sequence] for o in outcomes if o.result is None}
-        for (
-            one
-        ) in ended.values():  # all at once: no failing sink may abort what is in no queue any more
+        # All at once: no sink that fails may have aborted what is in no queue any more.
+        for one in ended.values():
             self._forget(one)
         for outcome in outcomes:
             if outcome.result is None:
