@@ -9,6 +9,7 @@ from engine.test_queue import sequence
 from fake_device import small_spec
 from merestone.core.cache import Cache, CacheSpec
 from merestone.core.checkpoint import Kind
+from merestone.core.orders import LoadHidden
 from merestone.sched.depth import Depth
 from merestone.sched.plan import StepPlan, StepResult, WorkResult
 from merestone.sched.request import Sequence
@@ -168,6 +169,30 @@ def test_one_that_was_just_admitted_may_make_way_in_the_same_plan() -> None:
     plan = s.next()
     assert (s.running, s.waiting.items, s.counters["preemptions"]) == ([first], [warm], 1)
     assert (slots_of(plan), plan.frees, plan.admits, plan.before) == ([first.slot], (1,), (), ())
+
+
+def test_whoever_else_was_admitted_is_restored() -> None:
+    """The first copies its part-filled pages; for the second the third makes way."""
+    s = Planning(small_spec(400), budget=400)
+    past = sequence(tokens(58, 300), 8), sequence(tokens(240, 400), 9)
+    s.start(*past)
+    for seq in past:
+        s.finish(seq, Kind.RESPONSE)
+    s.next()
+    warm = [answer(59, 3, priority=1), answer(59, 3, priority=2), answer(241, 4, priority=3)]
+    for seq in warm:
+        s.add(seq)
+    s.waiting.protect()
+    s.leave_free(2)
+    s.waiting.drop_protection()
+    plan = s.next()
+    assert (s.running, s.waiting.items) == (warm[:2], warm[2:])
+    assert plan.frees == (2,), "it was admitted as well"
+    slots = [seq.slot for seq in warm[:2]]
+    assert [admit.slot for admit in plan.admits] == slots
+    restores = [order for order in plan.before if isinstance(order, LoadHidden)]
+    assert [order.slot for order in restores] == slots
+    assert len(plan.before) > 2, "pages are copied"
 
 
 @pytest.mark.parametrize("better", [False, True])

@@ -219,8 +219,8 @@ def test_a_sink_that_fails_with_a_row_in_flight() -> None:
 def test_frames_that_run_short_end_the_lead() -> None:
     """Preemption and eviction are decided with nothing in flight; every answer is right."""
     preempted = 0
-    for frames in range(26, 50):
-        h = Harness(small_spec(frames=frames), overlap=True)
+    for frames in range(36, 70):
+        h = Harness(small_spec(frames=frames, anchor_frames=5), overlap=True)
         prompts = [[i, *[2] * (i + 2)] for i in range(4)]  # they complete chunks by turns
         replies = [h.send(prompt, 26) for prompt in prompts]
         h.drain()

@@ -99,8 +99,9 @@ def test_ranks_share_the_memory_of_a_tier(monkeypatch: pytest.MonkeyPatch) -> No
     arena = SimpleNamespace(memory=torch.zeros(1))
     for ranks in (1, 4):
         open_tiers(["memory:1MiB"], arena=arena, ranks=ranks)
+    open_tiers(["memory:1MiB"], arena=arena)
     open_tiers(["memory:1MiB"])
-    assert given == [1 << 20, 1 << 18]
+    assert given == [1 << 20, 1 << 18, 1 << 20]
 
 
 @pytest.mark.parametrize("retention", ["boundaries", "aligned:8"])

@@ -31,19 +31,14 @@ class Flight:
     sealed: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
     restored: list[tuple[Sequence, Checkpoint]] = field(default_factory=list)
 
-    def admitted(self, slot: int) -> bool:
-        """Whether the slot's request was admitted by this very plan."""
-        return any(admit.slot == slot for admit in self.admits)
-
     def unbind(self, slot: int) -> None:
-        """Undo what this plan says about a slot that it admits."""
-        if self.admitted(slot):
-            self.admits = [admit for admit in self.admits if admit.slot != slot]
-            self.before = [
-                order
-                for order in self.before
-                if not (isinstance(order, LoadHidden) and order.slot == slot)
-            ]
+        """Undo what this plan says about a slot, if it admits it."""
+        self.admits = [admit for admit in self.admits if admit.slot != slot]
+        self.before = [
+            order
+            for order in self.before
+            if not (isinstance(order, LoadHidden) and order.slot == slot)
+        ]
 
     def freeze(self) -> StepPlan:
         check_disjoint((*self.saves,))
