@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
 
 from merestone.serve.server import Server, bind
 from merestone.serve.service import ServerOptions, Service
@@ -72,3 +73,13 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.005)
+
+
+def samples(server: Running) -> dict[str, float]:
+    """What `/metrics` says, by name and labels."""
+    found = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live_server import Running
+from live_server import Running, samples
 
 
 def complete(server: Running, prompt: Any, **options: Any) -> Any:
@@ -219,7 +219,12 @@ def test_an_error_ends_the_other_prompts_of_its_call_before_it_is_told(
 ) -> None:
     server.engine.fail_next, server.engine.step_seconds = "the state is not finite", 0.01
     body = {"prompt": ["a", "b"], "max_tokens": 4000, "stream": stream}
+    before = samples(server)
     answer = server.http.post("/v1/completions", json=body)
     assert "the state is not finite" in answer.text
     _, other = server.engine.requests
     assert server.engine.aborted == [other.id]
+    after = samples(server)
+    for reason, count in (("error", 2), ("disconnect", 0)):
+        name = f"merestone_requests_total{{reason={reason}}}"
+        assert after.get(name, 0) - before.get(name, 0) == count

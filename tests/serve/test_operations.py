@@ -15,8 +15,7 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import FakeEngine
-from live_server import Running, serving, wait_for
-from prometheus_client.parser import text_string_to_metric_families
+from live_server import Running, samples, serving, wait_for
 from starlette.requests import Request
 
 from merestone import __version__
@@ -155,15 +154,6 @@ def test_cache_endpoints(server: Running, model_text: ModelText) -> None:
         open_server.client.completions.create(model="fake", prompt="hello")
         view = open_server.http.get("/cache").json()["data"]
         assert open_server.ids("hello") in [entry["token_ids"] for entry in view]
-
-
-def samples(server: Running) -> dict[str, float]:
-    found = {}
-    for family in text_string_to_metric_families(server.http.get("/metrics").text):
-        for sample in family.samples:
-            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
 
 
 @pytest.mark.parametrize("frank", [False, True])

@@ -73,6 +73,8 @@ class Flight:
         self._engine = engine
         self._metrics = metrics
         self._progress = [_Progress(request, open=request.n) for request in requests]
+        self._left = "disconnect"
+        """Why nobody waits for those that are still open when the flight is closed."""
         self._events: asyncio.Queue[tuple[int, float, list[Event]]] = asyncio.Queue()
 
     def launch(self) -> None:
@@ -134,6 +136,8 @@ class Flight:
                     took = (progress.first, event.timing.first_token_s)
                     progress.first = min((s for s in took if s is not None), default=None)
                     self._metrics.finished(event)
+                    if event.reason == "error":  # the call is answered with it, all of the call
+                        self._left = "error"
                     if not progress.open:
                         self._log(progress, event.reason, event)
         return list(steps.values())
@@ -148,8 +152,8 @@ class Flight:
         """Nobody reads any more. Nothing if everything has finished."""
         for progress in self._progress:
             if progress.open:  # counted before the engine is told: who sees it end, sees it counted
-                self._metrics.gone(progress.open)
-                self._log(progress, "disconnect", None)
+                self._metrics.left(progress.open, self._left)
+                self._log(progress, self._left, None)
                 progress.open = 0
                 self._engine.abort(progress.request.id)
 

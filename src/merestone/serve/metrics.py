@@ -133,9 +133,9 @@ class Metrics:
         if end.timing.first_token_s is not None:
             self._first.observe(end.timing.first_token_s)
 
-    def gone(self, choices: int) -> None:
-        """The client left before these choices ended."""
-        self._requests.labels("disconnect").inc(choices)
+    def left(self, choices: int, reason: str) -> None:
+        """Nobody waits for these choices any more: the client is gone, or was told an error."""
+        self._requests.labels(reason).inc(choices)
 
     def refused(self, status: int) -> None:
         """A call was answered with an error."""
