@@ -75,7 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
     def check_spared(self, verb: str) -> None:
         """What was spared before this verb was not evicted while something else could be."""
         shelf = self.cache.shelf
-        gone = [c for c in self.spared if c.state is State.DROPPED]
+        gone = [c for c in self.spared if c.state is State.DROPPED and not c.doomed]
         if gone and verb not in ("discard", "reset") and not self.by_anchor:
             spared = {c.id for c in self.spared}
             left = [c.id for c in shelf.evictable.values() if c.id not in spared]

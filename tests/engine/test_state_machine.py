@@ -225,7 +225,8 @@ class CrowdedMachine(EngineMachine):
         spec = small_spec(frames * (1 + (drafts > 0)), chunk, drafts=drafts, **sizes)
         self.begin(spec, slots=slots, budget=budget, accuracy=0.9, overlap=overlap)
         for key, priority in enumerate(tails):
-            self.ask([key, *HEADS[0][: 3 * priority]], self.limit - 7, priority=priority)
+            outputs = max(1, self.limit - 7)
+            self.ask([key, *HEADS[0][: 3 * priority]], outputs, priority=priority)
 
     @rule(
         head=st.sampled_from(HEADS),

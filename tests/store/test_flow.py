@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from fake_device import oracle, small_spec
 from merestone.core.orders import Export, Import
 from merestone.sched.plan import StepPlan
@@ -198,6 +200,25 @@ def test_a_step_that_fails_with_the_last_of_an_import_publishes_nothing() -> Non
     h.drain()
     assert reply.ids() == oracle(PROMPT, 4)
     assert h.stores.stats()["store_missed"]["step_failed"] == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_lost_plan_had_ranks_forget_is_forgotten_with_the_next(lost: bool) -> None:
+    """Else host memory holds what nobody will ask for, until the end."""
+    h = harness(kept())
+    h.device.reports_held = True
+    h.send(PROMPT, 4)
+    h.step(2)
+    assert h.device.fetched
+    h.engine.abort("r1")
+    mate = h.send([6, 6, 6], 9)
+    h.device.fail_next = lost
+    h.step()
+    assert bool(h.device.fetched) == lost
+    h.device.reports_held = False
+    h.drain()
+    assert not h.device.fetched
+    assert (mate.finished().reason == "error") == lost
 
 
 def test_what_an_unreachable_tier_missed_is_written_later() -> None:

@@ -69,6 +69,8 @@ class Fetches:
         self.by_address: dict[str, Fetching] = {}
         self._tickets = tickets
         self._orders: list[StoreOrder] = []
+        self._forgets: list[StoreOrder] = []
+        """What the plan in flight has ranks forget."""
         self._written: list[Fetching] = []
 
     @property
@@ -206,8 +208,7 @@ class Fetches:
 
     def orders(self, room: int, now: int) -> Iterable[StoreOrder]:
         """Orders for the next plan, which is step ``now``, that copy about ``room`` bytes."""
-        orders, self._orders = self._orders, []
-        yield from orders
+        yield from self._ordered()
         frame = self.cache.spec.frame_bytes
         for fetching in list(self.by_address.values()):
             if fetching.stage is Stage.READY:
@@ -219,8 +220,12 @@ class Fetches:
                 if not fetching.todo:
                     self._written.append(fetching)
                 yield Import(fetching.ticket, tuple(taken), not fetching.todo)
+        yield from self._ordered()
+
+    def _ordered(self) -> list[StoreOrder]:
         orders, self._orders = self._orders, []
-        yield from orders
+        self._forgets += [order for order in orders if isinstance(order, Forget)]
+        return orders
 
     def _adopt(self, fetching: Fetching, now: int) -> None:
         """Take frames for what has been read."""
@@ -247,6 +252,7 @@ class Fetches:
     def stepped(self, now: int) -> list[tuple[Checkpoint, Waiting]]:
         """The plan with the last orders was executed: publish what it completed."""
         done = []
+        self._forgets.clear()
         for fetching in self._written:
             checkpoint, fetching.checkpoint = fetching.checkpoint, None
             assert checkpoint is not None
@@ -260,8 +266,15 @@ class Fetches:
         self._written.clear()
         return done
 
+    def failed(self) -> None:
+        """A plan was lost, and with it perhaps a read or a write. What it had ranks forget is said
+        again: they would hold it for ever."""
+        self._orders += self._forgets
+        self._forgets.clear()
+        self.fail_all("step_failed")
+
     def fail_all(self, reason: str) -> None:
-        """A plan was lost, and with it perhaps a read or a write; or nothing is wanted."""
+        """Nothing that is on its way is wanted."""
         self._written.clear()
         for fetching in list(self.by_address.values()):
             self._fail(fetching, reason)

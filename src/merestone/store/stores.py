@@ -111,7 +111,7 @@ class Stores:
     def failed(self) -> None:
         for desk in self.desks:
             desk.failed()
-        self.fetches.fail_all("step_failed")
+        self.fetches.failed()
 
     def yields(self) -> bool:
         return any(desk.yields() for desk in self.desks) or self.fetches.yields()
