@@ -46,6 +46,49 @@ def test_frames_that_could_be_evicted_are_frames_to_lead_with() -> None:
     assert ahead(h) - before == 50
 
 
+def test_those_that_wait_for_a_slot_are_no_reason_to_wait() -> None:
+    """A server whose slots are all taken leads as one that nobody waits for."""
+    h = Harness(slots=2, overlap=True)
+    prompts = [[key, *PROMPT] for key in range(6)]
+    replies = [h.send(prompt, 40) for prompt in prompts]
+    h.drain()
+    assert [reply.ids() for reply in replies] == [oracle(prompt, 40) for prompt in prompts]
+    alone = Harness(slots=2, overlap=True)
+    for pair in (prompts[:2], prompts[2:4], prompts[4:]):
+        for prompt in pair:
+            alone.send(prompt, 40)
+        alone.drain()
+    assert ahead(h) == ahead(alone) > 90
+
+
+def test_whoever_may_take_a_slot_is_let_in_at_once() -> None:
+    """A free one, or that of a less urgent one."""
+    for slots, priority in ((3, 0), (2, -1)):
+        h = Harness(slots=slots, overlap=True)
+        first = h.send(PROMPT, 60)
+        h.send([6, 6], 60)
+        until_ahead(h, first)
+        late = h.send([7, 7, 7], 5, priority=priority)
+        h.step()
+        assert len(late.ids()) == 1
+        h.drain()
+        assert late.ids() == oracle([7, 7, 7], 5)
+        assert first.ids() == oracle(PROMPT, 60)
+
+
+def test_who_waits_for_frames_is_thought_of_with_every_plan() -> None:
+    h = Harness(small_spec(frames=60), slots=4, budget=64, overlap=True)
+    running, late = h.send([3] * 50, 9), h.send([4] * 50, 9)
+    for _ in range(9):
+        assert running.finished() is None
+        h.step()
+        assert len(h.scheduler.waiting) == 1
+        assert h.engine.landing is None
+    h.drain()
+    assert late.ids() == oracle([4] * 50, 9)
+    assert ahead(h) > 0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_most_steps_of_plain_decoding_are_planned_ahead(overlap: bool) -> None:
     h = Harness(overlap=overlap)

@@ -56,11 +56,22 @@ def plan_ahead(scheduler: Scheduler) -> StepPlan | None:
 def _settled(scheduler: Scheduler) -> bool:
     """Whether nobody comes or goes, nothing is proposed, and nobody else wants to see each step."""
     return (
-        not (len(scheduler.waiting) or scheduler.closing)
+        not scheduler.closing
+        and not _may_start(scheduler)
         and not scheduler.cache.spec.drafts
         and isinstance(scheduler.outside, Nothing)
         and scheduler.verifier is None
         and all(seq.decoding for seq in scheduler.running)
+    )
+
+
+def _may_start(scheduler: Scheduler) -> bool:
+    """Whether a plan could admit one of those that wait: to a free slot, or one made free for it."""
+    waiting = scheduler.waiting.items
+    if not waiting:
+        return False
+    return bool(scheduler.free_slots) or any(
+        seq.rank[0] > waiting[0].rank[0] for seq in scheduler.running
     )
 
 
