@@ -259,6 +259,21 @@ def test_a_sink_that_fails_with_a_row_in_flight() -> None:
     assert ahead(h) > 20
 
 
+def test_a_client_that_leaves_with_an_anchor_ahead() -> None:
+    """Of its other choice, whose row in flight completes a chunk, nothing can be sealed."""
+    met = 0
+    for steps in range(4, 12):
+        h = Harness(small_spec(frames=120, chunk=4), overlap=True)
+        reply, mate = h.send([5] * 8, 40, n=2), h.send([3], 40)
+        h.step(steps)
+        met += any(seq.lease.anchor > seq.computed for seq in h.scheduler.running)
+        reply.gone = True
+        h.drain()
+        assert h.cache.counters.discarded == {}
+        assert mate.ids() == oracle([3], 40)
+    assert met > 0
+
+
 def test_frames_that_run_short_end_the_lead() -> None:
     """Preemption and eviction are decided with nothing in flight; every answer is right."""
     preempted = 0

@@ -66,7 +66,7 @@ def _settled(scheduler: Scheduler) -> bool:
 
 
 def _may_start(scheduler: Scheduler) -> bool:
-    """Whether a plan could admit one of those that wait: to a free slot, or one made free for it."""
+    """Whether a plan could admit somebody who waits: to a free slot, or one made free for it."""
     waiting = scheduler.waiting.items
     if not waiting:
         return False

@@ -160,10 +160,11 @@ class Sequence:
 
     @property
     def resumable(self) -> bool:
-        """Whether rows exist beyond what it started from: only then is there a row to seal with."""
+        """Whether it can be sealed where it stands: there is a row beyond what it started from, and
+        no plan ahead has moved the anchor past it."""
         assert self.lease is not None
         origin = self.lease.origin
-        return self.computed > (origin.at if origin else 0)
+        return self.computed > (origin.at if origin else 0) and self.lease.anchor <= self.computed
 
     def admit(self, found: Match, cache: Cache) -> None:
         """Start from what was found. The first time, remember it for the report.
