@@ -21,14 +21,33 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--times",
+        type=int,
+        default=1,
+        help="give the state machines this many times their examples, other ones in each run",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What a test needs is its marker's to say."""
+    if config.getoption("--times") > 1:
+        _multiply(items, config.getoption("--times"))
     devices = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+def _multiply(items: list[pytest.Item], times: int) -> None:
+    for machine in {item.cls for item in items if isinstance(item, pytest.Function)}:
+        usual = getattr(machine, "settings", None)
+        if isinstance(usual, settings):
+            count = times * usual.max_examples
+            machine.settings = settings(usual, max_examples=count, derandomize=False)
 
 
 @pytest.fixture(autouse=True)
