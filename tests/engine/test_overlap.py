@@ -76,6 +76,25 @@ def test_whoever_may_take_a_slot_is_let_in_at_once() -> None:
         assert first.ids() == oracle(PROMPT, 60)
 
 
+def test_a_priority_that_was_lent_protects_no_slot_when_the_boundary_is_there() -> None:
+    """The urgent one comes when a boundary of its prompt is about to be written, and waits for it:
+    then it takes the slot of whoever wrote it."""
+    h = Harness(small_spec(frames=400), slots=2, overlap=True)
+    answer = oracle(PROMPT, 60)
+    leader = h.send(PROMPT, 60, priority=5, ends=((answer[3], "turn"),))
+    mate = h.send([9] * 9, 60)
+    h.step(4)
+    assert leader.ids() == answer[:3], "the next one is on its way"
+    urgent = h.send([*PROMPT, *answer[:4], 7], 4)
+    h.step()
+    assert h.scheduler.running[0].rank[0] == 0, "it is lent"
+    h.step()
+    assert len(urgent.ids()) == 1
+    h.drain()
+    assert urgent.restored == len(PROMPT) + 4
+    assert (leader.ids(), mate.ids()) == (answer, oracle([9] * 9, 60))
+
+
 def test_who_waits_for_frames_is_thought_of_with_every_plan() -> None:
     h = Harness(small_spec(frames=60), slots=4, budget=64, overlap=True)
     running, late = h.send([3] * 50, 9), h.send([4] * 50, 9)

@@ -70,8 +70,9 @@ def _may_start(scheduler: Scheduler) -> bool:
     waiting = scheduler.waiting.items
     if not waiting:
         return False
+    # Their own priorities: what was lent to one that runs may be over with the result in flight.
     return bool(scheduler.free_slots) or any(
-        seq.rank[0] > waiting[0].rank[0] for seq in scheduler.running
+        seq.priority > waiting[0].priority for seq in scheduler.running
     )
 
 
