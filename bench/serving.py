@@ -17,6 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from merestone.serve.server import IDLE_S
+
 _COMMAND = "from merestone.serve.cli import main; main()"
 _SOURCE = Path(__file__).parents[1] / "src"
 
@@ -25,9 +27,8 @@ _SOURCE = Path(__file__).parents[1] / "src"
 def serving(app: Any) -> Iterator[str]:
     """Serve ``app`` on a free port, in a thread, and yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    # Connections are kept for longer than clients do: no request is sent into the end of one.
     config = uvicorn.Config(
-        app, log_level="critical", timeout_keep_alive=120, timeout_graceful_shutdown=5
+        app, log_level="critical", timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -253,9 +253,9 @@ class Ranks:
                 if self.up and self.anew is threading.current_thread():
                     log.info("the ranks are back, with an empty cache")
                     self.told = None
-                    self.on_back(partial(self._planned_for, self.sessions))
+                    self.on_back(partial(self._heard, self.sessions))
 
-    def _planned_for(self, session: int) -> None:
+    def _heard(self, session: int) -> None:
         self.planned_for = session
 
     def close(self) -> None:
