@@ -29,8 +29,8 @@ class Planning(Scheduler):
         self.next()
         assert len(self.running) == len(seqs)
 
-    def next(self, plan: StepPlan | None = None) -> StepPlan:
-        plan = plan or self.plan()
+    def next(self) -> StepPlan:
+        plan = self.plan()
         drawn = [WorkResult(w.slot, (7,) * (1 + w.drafts) if w.sample else ()) for w in plan.works]
         self.apply(StepResult(plan.step, tuple(drawn)))
         return plan
@@ -88,7 +88,8 @@ def test_frames_are_taken_from_the_last_in_rank() -> None:
     assert (last.known, last.computed, last.preemptions) == (5, 0, 1), "its output is kept"
 
 
-def test_who_has_rows_in_the_plan_makes_no_way_any_more() -> None:
+def prefill_between() -> tuple[Planning, Sequence, Sequence, Sequence]:
+    """Two that decode, and a prefill, begun, that is between them in rank."""
     s = Planning(small_spec(100), budget=11)
     first, last = answer(3, 1), answer(3, 2, priority=2)
     prefill = answer(30, 3, priority=1)
@@ -96,6 +97,11 @@ def test_who_has_rows_in_the_plan_makes_no_way_any_more() -> None:
     s.add(prefill)
     s.next()
     assert 0 < prefill.computed < 30
+    return s, first, prefill, last
+
+
+def test_who_has_rows_in_the_plan_makes_no_way_any_more() -> None:
+    s, first, prefill, last = prefill_between()
     s.leave_free(4)  # for both rows, which begin new pages, but not for a chunk beside them
     plan = s.next()
     assert slots_of(plan) == [first.slot, last.slot]
@@ -104,12 +110,7 @@ def test_who_has_rows_in_the_plan_makes_no_way_any_more() -> None:
 
 def test_a_prefill_takes_the_frames_of_a_decode_behind_it_and_no_more_than_its_rows() -> None:
     """The last in rank finds no frame for its row, and then makes way."""
-    s = Planning(small_spec(100), budget=11)
-    first, last = answer(3, 1), answer(3, 2, priority=2)
-    prefill = answer(30, 3, priority=1)
-    s.start(first, last)
-    s.add(prefill)
-    s.next()
+    s, first, prefill, _ = prefill_between()
     s.leave_free(2)
     s.token_budget = 4
     plan = s.next()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -29,13 +29,7 @@ def planned(rank: int, tp: int) -> World:
 
 def mapped(path: Path) -> int:
     """Bytes of a file that this process has in memory; others' come and go with the garbage."""
-    found, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match("[0-9a-f]+-", line):
-            ours = line.endswith(f" {path}")
-        elif ours and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
-    return found
+    return sum(file.rss for file in psutil.Process().memory_maps() if file.path == str(path))
 
 
 def test_only_a_ranks_rows_are_read(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from engine.test_state_machine import SETTINGS
 from fake_device import oracle, small_spec
 from store.storing import StoringHarness, Vault
 
@@ -169,15 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class TestStores(StoreMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(
-        max_examples=120,
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    settings = settings(SETTINGS, max_examples=120, stateful_step_count=30)
 
     def runTest(self):
         super().runTest()
